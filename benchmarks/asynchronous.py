@@ -131,7 +131,7 @@ class SleepingEngine(RoleWorker):
         pass
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def generation_limits(self) -> dict[str, int]:
+    def generation_limits(self) -> dict[str, float]:
         longest = self.config.rollout.response_length
         return {
             "prompt_length": PROMPT,
@@ -140,6 +140,7 @@ class SleepingEngine(RoleWorker):
             "step_tokens": self.config.step_tokens,
             "vocab_size": 64,
             "n": self.config.rollout.n,
+            "temperature": 1.0,
         }
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)

@@ -1,8 +1,8 @@
 """An engine behind HTTP as the rollout: an OpenAI-compatible server that someone else runs. See docs/rollout.md.
 
 Prompts are sent as token ids to ``/v1/completions`` with ``return_token_ids``, which vLLM's server knows.
-``HttpEngine`` takes requests one by one (``trainer.rollout.engine.Engine``), and ``HttpRollout`` generates batches with
-it. Weights are exported to a folder that the server can read, and the server is asked to load them.
+``HttpEngine`` takes requests one by one (``workers.generate.engine_protocol.Engine``), and ``HttpRollout`` generates
+batches with it. Weights are exported to a folder that the server can read, and the server is asked to load them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
 import torch.distributed as dist
 
-from trainer.rollout.engine import EngineLost, RequestFailed, Sampled
 from workers import (
     ActorConfig,
     ActorRolloutRefWorker,
@@ -35,6 +33,8 @@ from workers import (
     Sampling,
     export_hf,
 )
+from workers.generate.batch_requests import generate_by_requests
+from workers.generate.engine_protocol import EngineLost, RequestFailed, Sampled
 
 
 @dataclass(frozen=True)
@@ -156,18 +156,7 @@ class HttpRollout(Rollout):
         if not self.asks:
             return None
         samples = prompts.samples()
-        rows = zip(samples.ids, samples.attention_mask.bool(), samples.seeds.flatten().tolist(), strict=True)
-        bodies = [self.engine.body(ids[mask].tolist(), replace(sampling, seed=seed)) for ids, mask, seed in rows]
-        posts = self.engine.threads.map(lambda body: self.server.post("/v1/completions", body), bodies)
-        answers = [answer["choices"][0] for answer in posts]
-        shape = len(answers), sampling.response_length
-        responses = torch.full(shape, sampling.pad_token_id)
-        mask, log_probs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
-        for row, answer in enumerate(answers):
-            tokens = answer["token_ids"]
-            responses[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
-            log_probs[row, : len(tokens)] = torch.tensor(answer["logprobs"]["token_logprobs"])
-        return Generated(responses, mask, log_probs, self.engine.basis(sampling))
+        return asyncio.run(generate_by_requests([self.engine] * len(samples.ids), samples, sampling))
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
         folder = Path(self.server.folder) / f"policy-{self.updates}"
@@ -179,12 +168,6 @@ class HttpRollout(Rollout):
             shutil.rmtree(folder)
         dist.barrier()  # no rank generates before the server has the weights
         return {}
-
-    def sleep(self) -> int:
-        return 0  # the server's memory is not this job's
-
-    def wake_up(self) -> None:
-        pass
 
 
 class HttpActor(ActorRolloutRefWorker):

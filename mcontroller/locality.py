@@ -21,7 +21,7 @@ LOCAL_AXES = ("tp", "cp", "ep", "etp")
 
 
 def crossing_groups(topology: Topology, allowed: Collection[str] = ()) -> dict[str, list[tuple[int, ...]]]:
-    """Return the groups of ranks of ``LOCAL_AXES`` that span nodes, by axis; the ranks of each in the order of the axis.
+    """Return the groups of ``LOCAL_AXES`` that span nodes, by axis; the ranks of each are in the order of the axis.
 
     Without an expert-parallel axis, etp is the same as tp and is left out. A topology without nodes has no such groups.
 

@@ -21,6 +21,7 @@ from trainer.estimators.built_in import (
 from trainer.estimators.registry import ADVANTAGE_ESTIMATORS, KLInReward
 from trainer.importance import ImportanceConfig
 from trainer.kl import KLControlConfig
+from workers.config.sampling import check_setting
 from workers.losses.kl import KL_ESTIMATORS
 
 OLD_LOG_PROBS = ("auto", "policy", "rollout")
@@ -292,13 +293,9 @@ class ValidationConfig:
     """[tokens] Longest response, at most ``rollout.response_length``. None: that."""
 
     def __post_init__(self) -> None:
-        check_at_least("validation.n", self.n, 1)
-        if self.response_length is not None:
-            check_at_least("validation.response_length", self.response_length, 1)
-        check_between("validation.temperature", self.temperature, 1e-6, 1e6)
-        check_above("validation.top_p", self.top_p, 0.0)
-        check_between("validation.top_p", self.top_p, 0.0, 1.0)
-        check_at_least("validation.top_k", self.top_k, 0)
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None:
+                check_setting(f"validation.{name}", name, value)
         if not self.do_sample:
             reason = "with validation.do_sample=false: set it to true"
             check_unused(self, ("temperature", "top_p", "top_k"), "validation.", reason)

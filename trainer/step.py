@@ -25,8 +25,7 @@ from trainer.rollout.generation import (
     Generations,
     RolloutFunction,
     RolloutWeights,
-    call_rollout_fn,
-    prompts_of,
+    responses_to,
     staleness_metrics,
 )
 from trainer.selection import GroupFilter, penalized, trained_on, truncated_rows
@@ -201,19 +200,15 @@ class PPOStep:
             with self.stages("reference", reference.sync_reference):
                 reference.sync_reference(trainer.ref_sync_mix)
 
-    def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:
-        """Return the responses to the problems, and the problems' other columns, repeated for each response.
+    def generate(self, problems: DataProto, **sampling: Any) -> GeneratedBatch:
+        """Return the responses to the problems.
 
         Args:
             problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
             sampling: fields of the rollout's configuration for this call.
         """
-        rollout, sampling = self.groups.rollout, special_tokens(self.tokenizer) | sampling
-        if self.rollout_fn is None:
-            responses = rollout.generate_sequences.options(blocking=False)(prompts_of(problems, sampling))
-        else:
-            responses = call_rollout_fn(self.rollout_fn, rollout, problems, sampling)
-        return responses, problems.select([], non_tensor_batch_keys=None).repeat(len(responses) // len(problems))
+        sampling = special_tokens(self.tokenizer) | sampling
+        return GeneratedBatch(problems, responses_to(problems, self.groups.rollout, sampling, self.rollout_fn))
 
     def call_rewards(
         self,
@@ -258,10 +253,11 @@ class PPOStep:
     def with_greedy_scores(self, batch: DataProto, problems: DataProto) -> DataProto:
         """Return the batch with ``greedy_scores``, the score of the greedy response to the problem of each row."""
         with self.stages("generate", self.groups.rollout.generate_sequences):
-            greedy, problem_columns = self.generate(problems, do_sample=False, n=1)
+            greedy = self.generate(problems, do_sample=False, n=1)
+            problem_columns = greedy.problem_columns
         with self.stages.overlapping() as start:
             scores = (
-                self.call_rewards(greedy, problem_columns, start)[1]
+                self.call_rewards(greedy.responses, problem_columns, start)[1]
                 .row_scores()
                 .repeat_interleave(len(batch) // len(problems))
             )

@@ -77,9 +77,8 @@ def validate(step: PPOStep, evaluations: Mapping[str, Evaluation]) -> dict[str, 
         for number, batch in enumerate(in_order(evaluation.problems, step.config.data.val_batch_size)):
             step.weights.update()
             with step.stages("held-out", step.groups.rollout.generate_sequences):
-                responses, problem_columns = step.generate(
-                    batch, **evaluation.sampling.sampling(), **{HELD_OUT_BATCH: number}
-                )
+                generated = step.generate(batch, **evaluation.sampling.sampling(), **{HELD_OUT_BATCH: number})
+                responses, problem_columns = generated.responses, generated.problem_columns
             generation.add(over_ranks(responses.meta_info.pop("metrics", {})), weight=len(responses))
             with step.stages.overlapping() as start:
                 rewards.append(step.call_rewards(responses, problem_columns, start, held_out=True)[1])

@@ -131,7 +131,7 @@ class WeightSender:
         """
         if self._generator.serves_engine:
             engine = self._generator.rollout
-            return list(engine.fingerprints().fingerprints) if isinstance(engine, ReadableRollout) else []
+            return list(engine.fingerprints()) if isinstance(engine, ReadableRollout) else []
         return shard_fingerprints(self._shards(hf_names), dtypes)
 
     def _shards(self, hf_names: bool) -> list[WeightShard]:

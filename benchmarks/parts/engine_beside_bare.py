@@ -49,12 +49,12 @@ def _program() -> Any:
 
             Args:
                 prompts: token ids.
-                parameters: of each turn of a prompt's response.
+                parameters: of every turn.
                 replies: token ids of a tool after each turn but the last.
             """
             began = time.perf_counter()
             counts = await asyncio.gather(
-                *(self._tokens(number, [*prompt], parameters[number], replies) for number, prompt in enumerate(prompts))
+                *(self._tokens(number, [*prompt], parameters, replies) for number, prompt in enumerate(prompts))
             )
             return sum(counts), time.perf_counter() - began
 

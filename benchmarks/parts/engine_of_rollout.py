@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.rollout.engine import Sampled
 from trainer.rollout.router import Router
-from trainer.rollout.vllm_engine import VllmEngine
 from workers import ActorConfig, load_config
+from workers.generate.engine_protocol import Sampled
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.engine_process import EngineProcess
-from workers.generate.vllm.requests import EngineAddress, sampling_parameters
 from workers.generate.vllm.start import engine_arguments, engine_environment, policy_folder
+from workers.generate.vllm.vllm_engine import VllmAddress, sampling_parameters
 
 VOCAB, PROMPT, EOS, PAD = 4096, 64, 2, 0
 TURNS, REPLY = 3, [7] * 16
@@ -78,9 +77,9 @@ class MeasuredEngine:
 
         settings = {"eos_token_id": EOS, "pad_token_id": PAD, "response_length": length}
         sampling = Sampling.of(self.config.rollout, settings)
-        self.parameters = sampling_parameters(range(requests), sampling, seeded=self.config.rollout.vllm.seeds)
+        self.parameters = sampling_parameters(sampling, seeded=False)
         port = self.process.call("listen", host="127.0.0.1", token=TOKEN)
-        self.address = EngineAddress("127.0.0.1", port, TOKEN, self.config.rollout, VOCAB)
+        self.address = VllmAddress("127.0.0.1", port, TOKEN, self.config.rollout, VOCAB)
 
     def bare(self, turns: int = 1) -> Spent:
         """Return what a batch of responses of some turns costs with ``AsyncLLM``, called in its process."""
@@ -106,7 +105,7 @@ class MeasuredEngine:
 
     async def _responses(self, turns: int) -> Sequence[Sampled]:
         """Return all turns of the responses."""
-        router, made = Router([VllmEngine(self.address, PAD)]), list[Sampled]()
+        router, made = Router([self.address.connect()]), list[Sampled]()
 
         async def respond(context: array[int], seed: int) -> None:
             for _ in range(turns):

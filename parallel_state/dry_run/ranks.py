@@ -317,8 +317,8 @@ def _frozen_by_program() -> bool:
 def _map_tensors() -> None:
     """Let glibc map each block of 128 KiB and more by itself, as it does before the first one is freed.
 
-    Known values come and go between small objects that stay: in the heaps of the ranks' threads they would leave gaps of
-    8 GiB in a pipeline of 16 stages whose tensors have 0.5 GiB.
+    Known values come and go between small objects that stay: in the heaps of the ranks' threads they would leave gaps
+    of 8 GiB in a pipeline of 16 stages whose tensors have 0.5 GiB.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:

@@ -18,9 +18,9 @@ from mcontroller.errors import MControllerError
 from tests.ranks import run_ranks
 from tests.trainer.rollout.engine import a_rollout
 from tests.workers.roles import GREEDY, SAMPLED, actor, experience, own_shard, prompts
-from trainer.rollout.engine import RequestFailed
 from trainer.rollout.router import NoEngineLeft
 from workers import LogProbBasis, RolloutConfig, Sampling
+from workers.generate.engine_protocol import RequestFailed
 
 transformers = pytest.importorskip("transformers")
 

@@ -42,8 +42,9 @@ class SlicedActor(SeparateActor):
         super().__init__(config.lr, role)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def generation_limits(self) -> dict[str, int]:
-        return {"prompt_length": 1, "response_length": LONGEST, "max_rows": 256, "vocab_size": LETTERS + 2, "n": 2}
+    def generation_limits(self) -> dict[str, Any]:
+        limits = {"prompt_length": 1, "response_length": LONGEST, "max_rows": 256, "vocab_size": LETTERS + 2, "n": 2}
+        return {**limits, "temperature": 1.0}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:

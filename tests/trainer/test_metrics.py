@@ -144,7 +144,7 @@ TAKEN = (
 def test_a_column_of_a_reward_does_not_overwrite_a_metric(columns: list[str]) -> None:
     with run_of_draws() as trainer:
         trainer.init_workers()
-        batch = trainer.step.generate(trainer.draw())[0]
+        batch = trainer.step.generate(trainer.draw()).responses
         reward = Reward(batch.batch["response_mask"].float(), {name: [9.0] * len(batch) for name in columns})
         with pytest.raises(DataError) as caught:
             rewarded(lambda batch: reward, batch)

@@ -261,7 +261,7 @@ def test_the_seconds_of_overlapping_stages_add_up_to_those_of_the_step():
 def test_a_result_is_read_in_any_order_and_after_the_block():
     clock = Clock()
     with timed_trainer(clock) as trainer:
-        batch, _ = trainer.step.generate(trainer.train_batches[0])
+        batch = trainer.step.generate(trainer.train_batches[0]).responses
         with trainer.stages.overlapping() as start:
             values = start("values", trainer.critic.compute_values, batch)
             scores = start("reward model", trainer.reward_model.compute_rm_score, batch)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.requests import Request
 from trainer.rollout.seeds import TRAINING, seed_of
 from trainer.rollout.trajectories import Submitted, TrajectoryRollout, trajectory_batch
-from trainer.rollout.trajectory import Trajectory
+from trainer.rollout.trajectory import ARRAYS, Trajectory
 from trainer.rollout.trajectory_log import Taken, TrajectoryLog
 from trainer.saving.run_record import RECORD, BatchInFlight, read_record
 from trainer.stages import Stages
@@ -293,8 +293,8 @@ class AsynchronousGenerations(Generations):
                 number = taken.groups[at // self._n]
                 for start, end in _sampled_by(response, self._version):
                     prompt = response.prompt or self._groups[number].prompt
-                    names = ("tokens", "mask", "log_probs", "versions")
-                    again = Trajectory(prompt, **{name: getattr(response, name)[:start] for name in names})
+                    made = {name: getattr(response, name)[:start] for name in ARRAYS if name != "prompt"}
+                    again = Trajectory(prompt, **made)
                     submitted = self._trajectories.submit(again, seed=response.seed or 0, max_tokens=end - start)
                     compared.append((self.log.count + ahead, number, at % self._n, response, submitted))
             ahead += 1
@@ -433,7 +433,7 @@ class AsynchronousGenerations(Generations):
         made, width = taken.responses, columns(problems, "input_ids")[0].shape[1]
         batch = trajectory_batch(
             made,
-            prompt_length=max(width, *(len(response.prompt) for response in made)),
+            prompt_length=width,
             response_length=self._trajectories.limits["response_length"],
             pad_token_id=self._sampling["pad_token_id"],
             log_probs=taken.log_probs,
@@ -442,8 +442,7 @@ class AsynchronousGenerations(Generations):
         if self._episodes is not None:
             meta_info["metrics"] = self._episodes.take_metrics(made)
             batch |= outcome_columns(made)
-        others = problems.select([], non_tensor_batch_keys=None).repeat(self._n)
-        return GeneratedBatch(problems, DataProto.from_dict(batch, meta_info=meta_info), others, {})
+        return GeneratedBatch(problems, DataProto.from_dict(batch, meta_info=meta_info))
 
     def take_metrics(self) -> dict[str, float]:
         """Return the sizes of the queue, and what was dropped and how long each side waited since the last call."""
@@ -679,10 +678,9 @@ def _group_of(submitted: Submitted) -> int:
 
 def _sampled_by(response: Trajectory, version: int) -> Iterator[tuple[int, int]]:
     """Yield start and end of the runs of tokens that the policy of a version sampled."""
-    start = None
-    for position, token_version in enumerate([*response.versions, -1]):
-        if token_version == version and start is None:
-            start = position
-        elif token_version != version and start is not None:
-            yield start, position
-            start = None
+    start = 0
+    for token_version, run in groupby(response.versions):
+        end = start + len([*run])
+        if token_version == version:
+            yield start, end
+        start = end

@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
@@ -30,7 +30,7 @@ from mcontroller.errors import ConfigError, MControllerError
 from trainer.columns import EPISODE_SCORES, FAILED, columns
 from trainer.rewards.helper_process import HelperProcess
 from trainer.rollout.episode_loop import SERVER, EpisodeLoop, load_episode, text_of
-from trainer.rollout.made_tokens import FAILURE_KINDS, EpisodeError, MadeTokens, Turn
+from trainer.rollout.made_tokens import FAILURE_KINDS, EpisodeError, Turn, checked_trajectory
 from trainer.rollout.seeds import TRAINING, count_call, seed_of
 from trainer.rollout.trajectories import TrajectoryRollout, trajectory_batch
 from trainer.rollout.trajectory import Trajectory
@@ -63,7 +63,7 @@ class _Running:
     seed: int
     future: Future[Trajectory]
     key: Any
-    made: MadeTokens
+    turns: dict[int, Turn] = field(default_factory=dict)
     alone: bool = False
     host: _Host | None = None
     deadline: float = 0.0
@@ -72,7 +72,7 @@ class _Running:
     @property
     def waits(self) -> bool:
         """Whether it waits for the policy."""
-        return any(turn.is_awaited for turn in self.made.turns.values())
+        return any(turn.is_awaited for turn in self.turns.values())
 
 
 class _Host:
@@ -254,7 +254,7 @@ class Episodes:
         """
         self._connected()
         self._started += 1
-        running = _Running(self._started, problem, seed, Future(), key, MadeTokens({}))
+        running = _Running(self._started, problem, seed, Future(), key)
         self._waiting.append(running)
         return running.future
 
@@ -309,7 +309,7 @@ class Episodes:
         ]
         whole = trajectory_batch(
             made,
-            prompt_length=max(ids.shape[1], *(len(trajectory.prompt) for trajectory in made)),
+            prompt_length=ids.shape[1],
             response_length=rollout.limits["response_length"],
             pad_token_id=problems.meta_info["pad_token_id"],
             log_probs=rollout.log_probs,
@@ -414,7 +414,7 @@ class Episodes:
                 self._fail(running, error or EpisodeError(reason, kind="died"))
                 continue
             del self._running[running.number]
-            for turn in running.made.turns.values():
+            for turn in running.turns.values():
                 turn.is_awaited = False
             self.restarted += 1
             self._waiting.appendleft(running)
@@ -444,15 +444,15 @@ class Episodes:
         if kind == "submit":
             self._submit(host, running, *values)
         elif kind == "cancel":
-            turn = running.made.turns.get(values[0])
+            turn = running.turns.get(values[0])
             if turn is not None:
                 if turn.submitted is not None:
                     turn.submitted.cancel()
                 turn.submitted, turn.is_awaited = None, False
                 if turn.sent == turn.before:  # otherwise the episode may return what it has of it
-                    del running.made.turns[values[0]]
+                    del running.turns[values[0]]
         elif kind == "end":
-            made = running.made.checked(values[0], self._connected().limits)
+            made = checked_trajectory(running.turns.values(), values[0], self._connected().limits)
             if not any(made.mask):
                 raise EpisodeError("its response has no token of the policy", kind="invalid")
             made.ended = made.ended if made.ended in ("stop", "length") else "environment"
@@ -468,23 +468,23 @@ class Episodes:
         self, host: _Host, running: _Running, request: int, trajectory: Trajectory, options: dict[str, Any]
     ) -> None:
         rollout = self._connected()
-        turn = self._turn(running, request, running.made.checked(trajectory, rollout.limits))
-        known = running.made.turns.get(request)
+        turn = self._turn(running, request, checked_trajectory(running.turns.values(), trajectory, rollout.limits))
+        known = running.turns.get(request)
         if known is not None and known.context() == turn.context():
             turn = known
-        running.made.turns[request], turn.is_awaited, turn.sent = turn, True, turn.before
+        running.turns[request], turn.is_awaited, turn.sent = turn, True, turn.before
         if options.get("stream"):
             self._streams[turn] = running, request
         if turn.trajectory.ended and turn is known:
             self._made.put((running, request))
         elif turn.submitted is None:
             try:
-                seed = checked_sampling({"seed": options.pop("seed", None)}, rollout.limits).get("seed")
+                seed = checked_sampling({"seed": options.pop("seed", None)}).get("seed")
                 if seed is not None:  # an agent may ask for the same one in all samples of a problem
                     turn.trajectory.seed = seed_of(running.seed, "request", seed)
                 turn.submitted = rollout.submit(turn.trajectory, seed=turn.trajectory.seed, **options)
             except MControllerError as error:
-                del running.made.turns[request]
+                del running.turns[request]
                 self._send(host, ("failed", running.number, request, error))
                 return
             turn.submitted.key = f"{running.key}/{request}"
@@ -501,7 +501,7 @@ class Episodes:
             running.prompts += 1
             return turn
         context = turn.context()
-        if any(number < request and other.context() == context for number, other in running.made.turns.items()):
+        if any(number < request and other.context() == context for number, other in running.turns.items()):
             trajectory.seed = seed_of(running.seed, "branch", request)
         return turn
 
@@ -517,7 +517,7 @@ class Episodes:
                 running, request = self._made.get_nowait()
             except Empty:
                 return
-            host, turn = running.host, running.made.turns.get(request)
+            host, turn = running.host, running.turns.get(request)
             if turn is None or host is None or not turn.is_awaited or (turn.submitted and turn.submitted.cancelled()):
                 continue
             submitted, turn.submitted, turn.is_awaited = turn.submitted, None, False
@@ -555,10 +555,10 @@ class Episodes:
             self._send(host, ("stop", running.number))
 
     def _cancel_turns(self, running: _Running) -> None:
-        for turn in running.made.turns.values():
+        for turn in running.turns.values():
             if turn.submitted is not None:
                 turn.submitted.cancel()
-        running.made = MadeTokens({})
+        running.turns = {}
 
     def _fail(self, running: _Running, error: EpisodeError) -> None:
         self.failed += 1

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,29 +135,26 @@ class RolloutWeights:
             self._transfer.close()
 
 
-def prompts_of(problems: DataProto, sampling: Mapping[str, Any]) -> DataProto:
-    """Return the argument of ``generate_sequences``: the prompts of problems, with ``meta_info`` of these settings."""
-    prompts = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=[])
-    prompts.meta_info = dict(sampling)
-    return prompts
-
-
-def call_rollout_fn(
-    rollout_fn: RolloutFunction, rollout: WorkerGroup[Any], problems: DataProto, sampling: Mapping[str, Any]
+def responses_to(
+    problems: DataProto, rollout: WorkerGroup[Any], sampling: Mapping[str, Any], rollout_fn: RolloutFunction | None
 ) -> DataProto:
-    """Return the responses of a program's own rollout loop.
+    """Return the responses to problems: of a call of the rollout, which goes on, or of a program's own rollout loop.
 
     Args:
-        rollout_fn: calls the rollout.
-        rollout: the group that generates.
         problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``, and other columns.
+        rollout: the group that generates.
         sampling: the ``meta_info`` of ``generate_sequences``.
+        rollout_fn: the loop; None: there is none.
 
     Raises:
         DataError: ``rollout_fn`` returned a row with another prompt than that of its problem, or too few rows.
     """
-    argument = problems.select(["input_ids", "attention_mask"])
+    others: list[str] | None = [] if rollout_fn is None else None
+    argument = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=others)
     argument.meta_info = dict(sampling)
+    if rollout_fn is None:
+        in_flight: DataProto = rollout.generate_sequences.options(blocking=False)(argument)
+        return in_flight
     responses = rollout_fn(argument, rollout.generate_sequences)
     if not isinstance(rollout_fn, Episodes):  # which may write prompts of their own
         _check_prompts(responses, problems)
@@ -197,14 +195,18 @@ class GeneratedBatch(NamedTuple):
     Attributes:
         problems: the problems, with the non-tensor column ``uid``.
         responses: the columns of ``generate_sequences``.
-        problem_columns: the problems' non-tensor columns, repeated for each response.
         memory: metrics of the memory that generation used.
     """
 
     problems: DataProto
     responses: DataProto
-    problem_columns: DataProto
-    memory: Mapping[str, float]
+    memory: Mapping[str, float] = MappingProxyType({})
+
+    @property
+    def problem_columns(self) -> DataProto:
+        """The problems' non-tensor columns, repeated for each response."""
+        others = self.problems.select([], non_tensor_batch_keys=None)
+        return others.repeat(len(self.responses) // len(self.problems))
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ class Generations:
     def connect(
         self, rollout: WorkerGroup[Any], sampling: Mapping[str, Any], rollout_fn: RolloutFunction | None
     ) -> None:
-        """Generate with a group from now on; see ``prompts_of`` and ``call_rollout_fn``."""
+        """Generate with a group from now on; see ``responses_to``."""
         self._rollout, self._sampling, self._rollout_fn = rollout, sampling, rollout_fn
 
     def restart(self, rollout: WorkerGroup[Any]) -> None:
@@ -277,9 +279,7 @@ class Generations:
         reads = (*RESPONSE_COLUMNS, VERSION) if self._ahead else RESPONSE_COLUMNS
         with self._stages("generate"):
             responses = oldest.responses.prefetch(reads)
-        problem_columns = oldest.problems.select([], non_tensor_batch_keys=None)
-        repeated = problem_columns.repeat(len(responses) // len(oldest.problems))
-        return GeneratedBatch(oldest.problems, responses, repeated, oldest.memory())
+        return GeneratedBatch(oldest.problems, responses, oldest.memory())
 
     def _start(self, problems: DataProto, earlier: _Generation | None = None) -> None:
         """Start to generate responses with the newest weights; only a ``rollout_fn`` is waited for.
@@ -300,11 +300,7 @@ class Generations:
         number = self._numbered(problems) if earlier is None else earlier.number
         self._weights.update()
         with self._stages("generate", self._rollout.generate_sequences):
-            if self._rollout_fn is None:
-                prompts = prompts_of(problems, self._sampling)
-                responses = self._rollout.generate_sequences.options(blocking=False)(prompts)
-            else:
-                responses = call_rollout_fn(self._rollout_fn, self._rollout, problems, self._sampling)
+            responses = responses_to(problems, self._rollout, self._sampling, self._rollout_fn)
         memory: Callable[[], dict[str, float]] = dict
         if self._ahead:
             memory = self._stages.ask_memory([self._rollout.name])

@@ -22,9 +22,9 @@ import torch
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import MControllerError
 from trainer.columns import LOG_PROBS, columns
-from trainer.rollout.engine import EngineLost, Sampled
 from trainer.rollout.requests import Request
 from workers.columns import ROUTED_EXPERTS
+from workers.generate.engine_protocol import EngineLost, Sampled
 
 STEP_TOKENS = 64
 """[tokens] The most by which a step continues a request."""
@@ -34,7 +34,7 @@ _READ = ("responses", "response_mask", *LOG_PROBS, _VERSION, ROUTED_EXPERTS)
 
 
 class ReferenceEngine:
-    """Generates with a group, one step at a time; see ``trainer.rollout.engine.Engine``.
+    """Generates with a group, one step at a time; see ``workers.generate.engine_protocol.Engine``.
 
     Args:
         group: its workers have ``generate_sequences`` with the columns ``sample_seed`` and ``generated``, and
@@ -42,12 +42,11 @@ class ReferenceEngine:
         step_tokens: [tokens] the most that a step adds to a request. None: ``step_tokens`` of the workers'
             ``generation_limits``, or ``STEP_TOKENS``.
         max_rows: the most requests of a step; the others wait. None: ``max_rows`` of the workers' limits.
-        pad_token_id: for requests of ``generate``.
         limits: ``generation_limits`` of the workers. None: they are called for them.
 
     Attributes:
         name: of the group.
-        step_tokens, max_rows, pad_token_id: as passed.
+        step_tokens, max_rows: as passed.
         lock: held while a step is sent, or requests are answered.
     """
 
@@ -57,11 +56,10 @@ class ReferenceEngine:
         *,
         step_tokens: int | None = None,
         max_rows: int | None = None,
-        pad_token_id: int = 0,
         limits: Mapping[str, Any] | None = None,
     ) -> None:
         limits = limits or group.generation_limits()[0]
-        self._group, self.pad_token_id, self.lock = group, pad_token_id, threading.RLock()
+        self._group, self.lock = group, threading.RLock()
         self.name: str = getattr(group, "name", "reference")
         self.step_tokens: int = step_tokens or limits.get("step_tokens", STEP_TOKENS)
         self.max_rows: int = max_rows or limits["max_rows"]
@@ -80,7 +78,7 @@ class ReferenceEngine:
             EngineLost: the group failed.
         """
         settings = {name: value for name, value in sampling.items() if name not in _OF_A_REQUEST}
-        settings.setdefault("pad_token_id", self.pad_token_id)
+        settings.setdefault("pad_token_id", 0)  # the answer has no padding
         request = Request(prompt, settings, sampling["seed"], 0, sampling["response_length"])
         self.start(request)
         self.drive()

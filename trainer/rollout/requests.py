@@ -12,9 +12,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from mcontroller.errors import DataError, MControllerError
-from trainer.rollout.engine import Engine, Sampled
 from trainer.rollout.router import NoEngineLeft, RequestLoop, Router
-from workers.generate.request_settings import OF_REQUESTS
+from workers.config.sampling import OF_REQUESTS
+from workers.generate.engine_protocol import Engine, Sampled
 from workers.generate.sampling import later_seed
 
 _OF_ENGINES = ("eos_token_id", *(name for name in OF_REQUESTS if name != "max_tokens"))
@@ -84,7 +84,6 @@ class RoutedEngines:
         engines: that take the requests. None: those of the group.
         driven: whether requests are sent by ``step`` and answered by ``take``, on the thread of a program; otherwise on
             a thread of this object.
-        pad_token_id: of the rollout.
         vocab_size: of the policy: a request that is answered with other tokens fails.
 
     Attributes:
@@ -92,11 +91,8 @@ class RoutedEngines:
         router: before the engines, once there was a request.
     """
 
-    def __init__(
-        self, group: Any, engines: Sequence[Engine] | None, *, driven: bool, pad_token_id: int, vocab_size: int
-    ) -> None:
-        self._group, self._engines, self._driven, self._pad_token_id = group, engines, driven, pad_token_id
-        self._vocab_size = vocab_size
+    def __init__(self, group: Any, engines: Sequence[Engine] | None, *, driven: bool, vocab_size: int) -> None:
+        self._group, self._engines, self._driven, self._vocab_size = group, engines, driven, vocab_size
         self.lock, self.router = threading.RLock(), None if engines is None else Router(engines)
         self._loop, self._addresses = RequestLoop(), list[Any]()
         self._in_flight: dict[Request, None] = {}
@@ -178,15 +174,13 @@ class RoutedEngines:
 
     def _connect(self) -> None:
         """Use the engines of the group's workers, with their current weights."""
-        from trainer.rollout.vllm_engine import VllmEngine
-
         addresses = [address for address in self._group.engine_addresses() if address is not None]
         if self.router is not None and not self.router.lost and addresses == self._addresses:
             return
         if self.router is not None:
             self._loop.start(self.router.close())
         self._addresses = addresses
-        self.router = Router([VllmEngine(address, self._pad_token_id) for address in addresses])
+        self.router = Router([address.connect() for address in addresses])
 
     def _on_loop(self, handle: Callable[..., None], *arguments: Any) -> None:
         """Handle what has arrived on the thread of the engines' loop, or let ``take`` do it."""

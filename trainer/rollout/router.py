@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from mcontroller.errors import MControllerError
-from trainer.rollout.engine import Engine, EngineLost, Sampled
+from workers.generate.engine_protocol import Engine, EngineLost, Sampled
 
 BLOCK_TOKENS = 64
 """[tokens] A prefix is known in whole blocks of this many."""

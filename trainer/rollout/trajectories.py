@@ -19,16 +19,18 @@ from torch import Tensor
 from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError, DataError
 from trainer.columns import LOG_PROBS
-from trainer.rollout.engine import Engine, Sampled
 from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.requests import Request, RoutedEngines
 from trainer.rollout.router import Router
 from trainer.rollout.seeds import count_call, seed_of
-from trainer.rollout.trajectory import Trajectory
+from trainer.rollout.trajectory import ARRAYS, Trajectory
 from workers.columns import HELD_OUT_BATCH, ROUTED_EXPERTS, TOKEN_TEMPERATURES
-from workers.generate.request_settings import SETTINGS, checked_sampling, checked_setting, checked_token_ids
+from workers.config.sampling import OF_BATCHES, checked_setting
+from workers.generate.batch_requests import experts_of_rows
+from workers.generate.engine_protocol import Engine, Sampled
+from workers.generate.request_settings import checked_sampling, checked_token_ids
 
-SAMPLING = ("eos_token_id", "pad_token_id", *(name for name in SETTINGS if name != "max_tokens"), HELD_OUT_BATCH)
+SAMPLING = ("eos_token_id", "pad_token_id", *OF_BATCHES, HELD_OUT_BATCH)
 """The settings that a rollout has for its requests."""
 
 
@@ -42,8 +44,7 @@ class Submitted(Request):
         room: [tokens] the most of the whole response.
         stop_token_ids: the tokens that end this turn, and leave the response open.
         settings: the ``meta_info`` of its requests.
-        temperature: of its tokens; 0 if it takes the most probable ones among others that are sampled; None if the
-            workers do not say.
+        temperature: of its tokens; 0 if it takes the most probable ones among others that are sampled.
         seed, streams: see ``Request``.
 
     Attributes:
@@ -61,7 +62,7 @@ class Submitted(Request):
         room: int,
         stop_token_ids: frozenset[int],
         settings: Mapping[str, Any],
-        temperature: float | None,
+        temperature: float,
         seed: int,
         *,
         streams: bool,
@@ -160,8 +161,8 @@ class TrajectoryRollout:
     Attributes:
         engine: the ``ReferenceEngine``, or the engines behind a router.
         driven, trained, sampling: as passed.
-        limits: of the workers' configuration: ``prompt_length``, ``vocab_size``, ``max_rows``, and if they have them,
-            ``n``, ``temperature``, ``do_sample`` and ``seed``; and ``response_length``, of ``sampling`` if it has one.
+        limits: of the workers' configuration: ``prompt_length``, ``vocab_size``, ``max_rows``, ``temperature``, and if
+            they have them ``n``, ``do_sample`` and ``seed``; and ``response_length``, of ``sampling`` if it has one.
         submissions: the number of trajectories that were submitted without a seed, on which the next seed depends.
         log_probs: the name of the column with log-probabilities that an engine returned last; None: there was none.
     """
@@ -192,8 +193,7 @@ class TrajectoryRollout:
         elif engines is None and not self.limits.get("takes_requests"):
             self.engine = ReferenceEngine(group, limits=limits)
         else:
-            tokens = {"pad_token_id": sampling.get("pad_token_id", 0), "vocab_size": self.limits["vocab_size"]}
-            self.engine = RoutedEngines(group, engines, driven=driven, **tokens)
+            self.engine = RoutedEngines(group, engines, driven=driven, vocab_size=self.limits["vocab_size"])
         self.submissions = 0
         self.log_probs: str | None = LOG_PROBS[0]
         self._sampled_before: int | None = None
@@ -206,8 +206,7 @@ class TrajectoryRollout:
 
     def meta_info(self, n: int) -> dict[str, Any]:
         """Return the ``meta_info`` of a batch of trajectories, ``n`` for each problem."""
-        temperature = {"temperature": self.limits["temperature"]} if "temperature" in self.limits else {}
-        return {**temperature, **self._basis, **self.sampling, "n": n}
+        return {"temperature": self.limits["temperature"], **self._basis, **self.sampling, "n": n}
 
     @property
     def seed(self) -> int:
@@ -259,7 +258,7 @@ class TrajectoryRollout:
             DataError: the prompt is empty or too long, a token is not in the vocabulary, the response has no room, a
                 setting is unknown, missing or invalid, or the most probable tokens are to be trained on.
         """
-        checked, vocab_size = checked_sampling(settings, self.limits), self.limits["vocab_size"]
+        checked, vocab_size = checked_sampling(settings), self.limits["vocab_size"]
         trajectory = (
             prompt if isinstance(prompt, Trajectory) else Trajectory(checked_token_ids("prompt", prompt, vocab_size))
         )
@@ -294,7 +293,7 @@ class TrajectoryRollout:
             self._settings[stops] = settings
         return settings
 
-    def _temperature(self, changes: Mapping[str, Any]) -> float | None:
+    def _temperature(self, changes: Mapping[str, Any]) -> float:
         """Return the temperature that the tokens of a request are scored at: see ``Submitted``.
 
         Raises:
@@ -309,9 +308,7 @@ class TrajectoryRollout:
                     field="temperature",
                     value=0.0,
                 )
-            return 0.0 if "temperature" in self.limits else None
-        if "temperature" not in self.limits:
-            return None
+            return 0.0
         temperature: float = {**usual, **changes}["temperature"]
         return temperature
 
@@ -365,7 +362,7 @@ class TrajectoryRollout:
                 f"submit: the prompt has {length} tokens, expected 1 to rollout.prompt_length, which is {most}",
                 length=length,
             )
-        lengths = {name: len(getattr(trajectory, name)) for name in ("tokens", "mask", "log_probs", "versions")}
+        lengths = {name: len(getattr(trajectory, name)) for name in ARRAYS if name != "prompt"}
         if len({*lengths.values()}) > 1:
             raise DataError(f"submit: the trajectory has {lengths}; expected one of each for every token", **lengths)
         if len(trajectory.tokens) >= limit:
@@ -388,7 +385,7 @@ def trajectory_batch(
 
     Args:
         trajectories: the rows.
-        prompt_length: [tokens] columns of the prompts.
+        prompt_length: [tokens] columns of the prompts; more if a prompt is longer.
         response_length: [tokens] columns of the responses.
         pad_token_id: fills the prompts on the left and the responses on the right.
         log_probs: the name of the column with log-probabilities; None: there is none.
@@ -398,14 +395,14 @@ def trajectory_batch(
         bool ``[rows]``: whether a response ended for lack of room or turns. ``policy_version`` int64 ``[rows]`` is that
         of a row's oldest token, or the newest of all if it has none; ``token_versions`` int32 ``[rows, response]`` that
         of each token, -1 for those not sampled. ``token_temperatures`` float32 ``[rows, response]`` is the temperature
-        of each token, at which workers score it; it is left out if it is not known for all tokens.
+        of each token, at which workers score it.
     """
     rows = len(trajectories)
+    prompt_length = max([prompt_length, *(len(trajectory.prompt) for trajectory in trajectories)])
     ids = np.full((rows, prompt_length + response_length), pad_token_id)
     attended, mask = np.zeros(ids.shape, np.int8), np.zeros((rows, response_length), np.int8)
     versions, scores = np.full(mask.shape, -1, np.int32), np.zeros(mask.shape, np.float32)
-    are_known = all(len(trajectory.temperatures) == len(trajectory.tokens) for trajectory in trajectories)
-    temperatures = np.ones((rows if are_known else 0, response_length), np.float32)
+    temperatures = np.ones(mask.shape, np.float32)
     for row, trajectory in enumerate(trajectories):
         length, start = len(trajectory.tokens), prompt_length - len(trajectory.prompt)
         end = prompt_length + length
@@ -414,8 +411,7 @@ def trajectory_batch(
         mask[row, :length] = trajectory.mask
         versions[row, :length] = trajectory.versions
         scores[row, :length] = trajectory.log_probs
-        if are_known:
-            temperatures[row, :length] = trajectory.temperatures
+        temperatures[row, :length] = trajectory.temperatures
     oldest = versions.view(np.uint32).min(1).view(np.int32).astype(np.int64)  # without sign, -1 is the greatest
     oldest[oldest < 0] = versions.max(initial=0)
     # numpy asks for huge pages, so that writing to new memory is several times faster than in torch's
@@ -424,8 +420,7 @@ def trajectory_batch(
     whole = {name: torch.from_numpy(column) for name, column in parts.items()}
     whole["truncated"] = torch.tensor([trajectory.ended == "length" for trajectory in trajectories])
     whole |= {"policy_version": torch.from_numpy(oldest), "token_versions": torch.from_numpy(versions)}
-    if are_known:
-        whole[TOKEN_TEMPERATURES] = torch.from_numpy(temperatures)
+    whole[TOKEN_TEMPERATURES] = torch.from_numpy(temperatures)
     if log_probs is not None:
         whole[log_probs] = torch.from_numpy(scores)
     if any(trajectory.experts for trajectory in trajectories):
@@ -435,14 +430,10 @@ def trajectory_batch(
 
 def _experts(trajectories: Sequence[Trajectory], prompt_length: int, response_length: int) -> Tensor:
     """Return the column ``routed_experts`` of whole responses; -1 for tokens that have none."""
-    one = next(trajectory.experts[0] for trajectory in trajectories if trajectory.experts)
-    column = one.new_full((len(trajectories), prompt_length + response_length, *one.shape[1:]), -1)
-    for row, trajectory in enumerate(trajectories):
-        start = prompt_length - len(trajectory.prompt)
-        for part in trajectory.experts:
-            column[row, start : start + len(part)] = part
-            start += len(part)
-    return column
+    none = next(trajectory.experts[0][:0] for trajectory in trajectories if trajectory.experts)
+    experts = [torch.cat([none, *trajectory.experts]) for trajectory in trajectories]
+    starts = [prompt_length - len(trajectory.prompt) for trajectory in trajectories]
+    return experts_of_rows(experts, starts, prompt_length + response_length)
 
 
 def _response_length(sampling: Mapping[str, Any], limits: Mapping[str, Any]) -> int:

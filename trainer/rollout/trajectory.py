@@ -39,7 +39,7 @@ class Trajectory:
         score: of the response, if the episode that made it has one.
         metrics: other numbers that the episode reports, by name.
         temperatures: for each token, the temperature at which it was sampled, which it is scored at; 0 for the most
-            probable token on request, which cannot be scored; 1 for the environment's. Empty if the workers do not say.
+            probable token on request, which cannot be scored; 1 for the environment's, and if none are passed.
         seeded: the identity of the object that was submitted with ``seed``. A copy of it is another branch.
     """
 
@@ -63,6 +63,8 @@ class Trajectory:
         for name, code in ARRAYS.items():
             if not isinstance(getattr(self, name), array):
                 setattr(self, name, array(code, getattr(self, name)))
+        if not self.temperatures:
+            self.temperatures.extend(array("d", (1.0,)) * len(self.tokens))
 
     @property
     def last_turn(self) -> list[int]:
@@ -74,11 +76,10 @@ class Trajectory:
         return [torch.cat(self.experts)[: len(self.prompt) + position - 1]] if self.experts else []
 
     def sampled(
-        self, tokens: Sequence[int], log_probs: Sequence[float], version: int = 0, temperature: float | None = None
+        self, tokens: Sequence[int], log_probs: Sequence[float], version: int = 0, temperature: float = 1.0
     ) -> None:
-        """Append tokens that the policy of a version sampled to its turn, at a temperature if that is known."""
-        if temperature is not None and len(self.temperatures) == len(self.tokens):
-            self.temperatures.extend(array("d", (temperature,)) * len(tokens))
+        """Append tokens that the policy of a version sampled at a temperature to its turn."""
+        self.temperatures.extend(array("d", (temperature,)) * len(tokens))
         self.tokens.extend(tokens)
         self.log_probs.extend(log_probs)
         self.versions.extend(array("q", (version,)) * len(tokens))
@@ -86,8 +87,7 @@ class Trajectory:
 
     def replied(self, tokens: Sequence[int]) -> None:
         """Append the environment's tokens, and begin the policy's next turn."""
-        if self.temperatures:
-            self.temperatures.extend(array("d", (1.0,)) * len(tokens))
+        self.temperatures.extend(array("d", (1.0,)) * len(tokens))
         self.tokens.extend(tokens)
         self.log_probs.extend(array("d", (0.0,)) * len(tokens))
         self.versions.extend(array("q", (-1,)) * len(tokens))

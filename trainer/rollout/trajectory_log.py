@@ -174,16 +174,11 @@ def write(path: Path, taken: Taken) -> None:
     """
     made = taken.responses
     lengths = np.array([len(response.tokens) for response in made])
-    columns = {name: _joined(made, name) for name in ("prompt", "tokens", "mask", "log_probs", "versions")}
-    is_known = [len(response.temperatures) == len(response.tokens) for response in made]
-    temperatures = np.full(lengths.sum(), np.nan)
-    temperatures[np.repeat(is_known, lengths)] = _joined(
-        [response for response, known in zip(made, is_known, strict=True) if known], "temperatures"
-    )
-    starts = np.zeros(len(temperatures) + 1, bool)
+    columns = {name: _joined(made, name) for name in ARRAYS}
+    starts = np.zeros(lengths.sum() + 1, bool)
     starts[np.cumsum(lengths) - lengths] = True
-    for column in (columns["mask"], columns["versions"], np.nan_to_num(temperatures, nan=-1.0)):
-        starts[1:-1] |= column[1:] != column[:-1]
+    for name in ("mask", "versions", "temperatures"):
+        starts[1:-1] |= columns[name][1:] != columns[name][:-1]
     first = starts[:-1].nonzero()[0]
     experts = [torch.cat(response.experts).numpy() for response in made if response.experts]
     numbers = [
@@ -211,7 +206,7 @@ def write(path: Path, taken: Taken) -> None:
         "run_starts": first.astype(np.int64),
         "run_versions": columns["versions"][first].astype(np.int32),
         "run_masks": columns["mask"][first],
-        "run_temperatures": temperatures[first].astype(np.float32),
+        "run_temperatures": columns["temperatures"][first].astype(np.float32),
         **({"experts": np.concatenate(experts)} if experts else {}),
     }
     partial = path.with_suffix(".part")
@@ -275,8 +270,6 @@ def _responses(arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[Trajectory]:
             name: array(ARRAYS[name], column[slice(*spans[name != "prompt"])].tobytes())
             for name, column in columns.items()
         }
-        if np.isnan(parts["temperatures"]).any():
-            del parts["temperatures"]
         response = Trajectory(**parts, seed=seed or None, turn=turn, turns=turns, ended=ENDS[ended])  # type: ignore[arg-type]
         if known:
             response.experts = [torch.from_numpy(arrays["experts"][slice(*spans[2])])]

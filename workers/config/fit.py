@@ -306,9 +306,8 @@ def _check_pattern(model: ModelConfig, parallel: ParallelConfig) -> None:
         _check_states(model, parallel, key, pattern.replace("|", ""))
         return
     attention = "+" if model.transformer.get("multi_latent_attention") else "*"
-    every = model.transformer.get("moe_layer_freq", 1)
-    routed = [index % every == 0 for index in range(model.num_layers)] if isinstance(every, int) else every
-    layers = [attention + ("E" if model.num_moe_experts and flag else "-") for flag in routed]
+    routed = model.expert_layers if model.num_moe_experts else []
+    layers = [attention + ("E" if index in routed else "-") for index in range(model.num_layers)]
     built = "".join(layers) + f"/{layers[-1]}" * model.prediction_layers
     if pattern.replace("|", "") != built:
         raise ConfigError(

@@ -161,6 +161,14 @@ class ModelConfig:
         return int(self.transformer.get("mtp_num_layers") or 0)
 
     @property
+    def expert_layers(self) -> list[int]:
+        """The indices of the layers that have experts, if the model has any."""
+        every = self.transformer.get("moe_layer_freq", 1)
+        if isinstance(every, int):
+            return list(range(0, self.num_layers, every))
+        return [index for index, has_experts in enumerate(every) if has_experts]
+
+    @property
     def has_states(self) -> bool:
         """Whether layers have a recurrent state; each letter of the pattern is a layer then."""
         return "M" in (self.hybrid_layer_pattern or "")

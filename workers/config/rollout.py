@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
+from mcontroller.config.checks import check_at_least, check_one_of
 from mcontroller.config.fields import check_unused, strict_fields
+from workers.config.sampling import OF_BATCHES, check_setting
 from workers.config.vllm import VllmConfig
 
 
@@ -52,14 +53,10 @@ class RolloutConfig:
     """
 
     def __post_init__(self) -> None:
-        for name in ("prompt_length", "response_length", "n", "max_rows"):
+        for name in ("prompt_length", "max_rows"):
             check_at_least(f"rollout.{name}", getattr(self, name), 1)
-        check_at_least("rollout.top_k", self.top_k, 0)
-        check_between("rollout.temperature", self.temperature, 1e-6, 1e6)
-        check_above("rollout.top_p", self.top_p, 0.0)
-        check_between("rollout.top_p", self.top_p, 0.0, 1.0)
-        check_between("rollout.min_p", self.min_p, 0.0, 1.0)
-        check_above("rollout.repetition_penalty", self.repetition_penalty, 0.0)
+        for name in OF_BATCHES:
+            check_setting(f"rollout.{name}", name, getattr(self, name))
         check_one_of("rollout.verify_weights", self.verify_weights, ("auto", "fingerprints", "never"))
         if not self.do_sample:
             check_unused(self, ("top_p", "top_k", "min_p"), "rollout.", "with rollout.do_sample=false")

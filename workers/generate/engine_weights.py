@@ -65,8 +65,7 @@ class EngineWeights:
         if not self._on or not rollout.holds_weights or not isinstance(rollout, ReadableRollout):
             return metrics
         start = time.perf_counter()
-        held = rollout.fingerprints()
-        loaded = all_gather_values(held.fingerprints)
-        policy = all_gather_values(weights.fingerprints(held.naming, dtypes_by_name(loaded)))
+        loaded = all_gather_values(rollout.fingerprints())
+        policy = all_gather_values(weights.fingerprints(dtypes_by_name(loaded)))
         self._verification.check(policy, loaded, update)
         return {**metrics, "verify_seconds": max(all_gather_values(time.perf_counter() - start))}

@@ -20,7 +20,6 @@ from workers.config import ActorConfig, RolloutConfig
 from workers.generate.engine_weights import EngineWeights
 from workers.generate.rollout_protocol import Generated, LogProbBasis, PolicyWeights, Prompts, Rollout
 from workers.generate.sampling import Sampling, later_seeds, prompt_hashes, sample_seeds
-from workers.gpu_ids import node_address
 from workers.lora.adapters import without_adapters
 from workers.lora.peft_files import adapter_tensors, peft_config
 from workers.memory.offloader import Offloader
@@ -188,7 +187,7 @@ class Generator:
     def engine_addresses(self) -> Any:
         """Bring the engine up to date, and return where that of this rank takes requests; None without one."""
         rollout, _ = self.current_rollout()
-        return rollout.address(node_address())
+        return rollout.address()
 
     def sampling_state(self) -> dict[str, int]:
         """Return the state that the samples of the next ``generate_sequences`` depend on, of values for JSON.

@@ -56,13 +56,6 @@ class MegatronRollout(Rollout):
         """Do nothing and report nothing: the rollout uses the weights of the model."""
         return {}
 
-    def sleep(self) -> int:
-        """Free nothing: the memory belongs to the model."""
-        return 0
-
-    def wake_up(self) -> None:
-        """Do nothing: the memory belongs to the model."""
-
     def _passes(self, rows: int) -> int:
         """Return the number of passes, the same on all ranks that exchange tokens of experts."""
         passes = torch.tensor(-(-rows // self._max_rows), device=self._device)

@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 from mcontroller.config.checks import close_names
 from mcontroller.errors import DataError
-
-SETTINGS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-    "temperature": (float, lambda value: 1e-6 <= value <= 1e6, "a number from 1e-6 to 1e6"),
-    "top_p": (float, lambda value: 0.0 < value <= 1.0, "a number above 0 and at most 1"),
-    "top_k": (int, lambda value: 0 <= value < 1 << 31, "an integer from 0, which keeps all tokens, to 2^31 - 1"),
-    "min_p": (float, lambda value: 0.0 <= value <= 1.0, "a number from 0 to 1"),
-    "repetition_penalty": (float, lambda value: 1e-6 <= value <= 1e6, "a number from 1e-6 to 1e6"),
-    "do_sample": (bool, lambda value: True, "true or false"),
-    "n": (int, lambda value: value >= 1, "an integer of at least 1"),
-    "seed": (int, lambda value: -(1 << 63) <= value < 1 << 63, "an integer of 64 bits, signed"),
-    "response_length": (int, lambda value: value >= 1, "an integer of at least 1"),
-    "max_tokens": (int, lambda value: value >= 1, "an integer of at least 1"),
-}
-"""Of every setting its type, a rule for values of the type, and both in words."""
-
-OF_REQUESTS = tuple(name for name in SETTINGS if name != "n")
-"""The settings that a request may have."""
+from workers.config.sampling import OF_REQUESTS, SETTINGS, checked_setting
 
 
-def checked_setting(name: str, value: Any) -> Any:
-    """Return the value of a setting as a number of Python; None if its type or value is wrong.
-
-    Args:
-        name: of ``SETTINGS``.
-        value: of any type.
-    """
-    kind, rule, _ = SETTINGS[name]
-    if isinstance(value, bool) or kind is bool:
-        return value if isinstance(value, bool) and kind is bool else None
-    is_of_kind = isinstance(value, Real if kind is float else Integral)
-    return kind(value) if is_of_kind and rule(value) else None
-
-
-def checked_sampling(request: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
+def checked_sampling(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a request, as keyword arguments of ``TrajectoryRollout.submit``.
 
     None is as good as left out. ``temperature`` 0 and ``top_p`` 0, which OpenAI allows, take the most probable token:
@@ -50,11 +20,9 @@ def checked_sampling(request: Mapping[str, Any], limits: Mapping[str, Any]) -> d
 
     Args:
         request: names of ``OF_REQUESTS`` and values, as a client or an episode has sent them.
-        limits: ``generation_limits`` of the workers.
 
     Raises:
-        DataError: a name is unknown, a value has another type or is out of range, or the workers do not say at which
-            temperature they score a request that has none, and this one has; fields ``field`` and ``value``.
+        DataError: a name is unknown, or a value has another type or is out of range; fields ``field`` and ``value``.
     """
     checked: dict[str, Any] = {}
     for name, value in request.items():
@@ -77,13 +45,6 @@ def checked_sampling(request: Mapping[str, Any], limits: Mapping[str, Any]) -> d
                 f"{name} of a request is {_shown(value)}; expected {SETTINGS[name][2]}", field=name, value=value
             )
         checked.setdefault(name, setting)
-    if "temperature" in checked and "temperature" not in limits:
-        raise DataError(
-            "temperature of a request cannot be scored: generation_limits of the workers has no temperature, which "
-            "the other requests are scored at. Add it there, or leave it out",
-            field="temperature",
-            value=checked["temperature"],
-        )
     return checked
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
+from workers.generate.engine_protocol import EngineAddress
 from workers.generate.sampling import Sampling
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.model import hf_whole_tensors
 from workers.weights.hf.names import hf_shards, model_family
 from workers.weights.moves import TensorInBucket
-from workers.weights.shards import model_shards
 from workers.weights.whole_tensors import BucketMemory, InBuckets, Receivers, StreamedTensors, tensors_in
 
 
@@ -120,27 +119,11 @@ class PolicyWeights:
         """Iterate over buckets of tensors, in memory of the caller's (a collective); see ``WholeTensors.buckets``."""
         return self._whole.buckets(memory, receivers)
 
-    def fingerprints(self, naming: str, dtypes: Mapping[str, Collection[str]]) -> list[Fingerprint]:
-        """Return the fingerprints of this rank's parts.
-
-        Args:
-            naming: whose names they have: ``hugging_face``, or ``megatron``.
-            dtypes: see ``shard_fingerprints``.
-
-        Raises:
-            ConfigError: there is no such naming.
-        """
-        if naming == "hugging_face":
-            if isinstance(self._whole, StreamedTensors):
-                return self._whole.fingerprints(dtypes)
-            return shard_fingerprints(hf_shards(self.chunks, self.context, model_family(self.chunks)), dtypes)
-        if naming == "megatron":
-            return shard_fingerprints(model_shards(self.chunks, self.context), dtypes)
-        raise ConfigError(
-            f"the engine's fingerprints have the naming {naming!r}; expected 'hugging_face' or 'megatron'",
-            key="naming",
-            value=naming,
-        )
+    def fingerprints(self, dtypes: Mapping[str, Collection[str]]) -> list[Fingerprint]:
+        """Return the fingerprints of this rank's parts, under their Hugging Face names; see ``shard_fingerprints``."""
+        if isinstance(self._whole, StreamedTensors):
+            return self._whole.fingerprints(dtypes)
+        return shard_fingerprints(hf_shards(self.chunks, self.context, model_family(self.chunks)), dtypes)
 
 
 class Rollout(Protocol):
@@ -164,13 +147,10 @@ class Rollout(Protocol):
         """Whether programs send requests to the engine itself, at its ``address``."""
         return False
 
-    def address(self, host: str) -> Any:
+    def address(self) -> EngineAddress | None:
         """Return where the engine of this rank takes requests, if it ``takes_requests`` and this rank has one.
 
         Called on every rank. The engine has its weights.
-
-        Args:
-            host: the address of this node to listen at.
         """
         return None
 
@@ -218,34 +198,22 @@ class Rollout(Protocol):
 
     def sleep(self) -> int:
         """Free the device memory of the engine, and return how many bytes; its weights need not be kept."""
-        ...
+        return 0
 
     def wake_up(self) -> None:
         """Allocate the device memory again, now or when the next update or generation needs it."""
-        ...
-
-
-class HeldWeights(NamedTuple):
-    """The fingerprints of the weights that an engine holds.
-
-    Attributes:
-        naming: whose names they have: ``hugging_face``, or ``megatron``.
-        fingerprints: of the tensors that this rank's engine holds, in the engine's dtypes; none on a rank without an
-            engine. An engine that holds several copies of a tensor reports each, under the tensor's name.
-    """
-
-    naming: str
-    fingerprints: Sequence[Fingerprint]
+        return None
 
 
 @runtime_checkable
 class ReadableRollout(Protocol):
     """The optional method of a ``Rollout`` whose weights are verified after every update."""
 
-    def fingerprints(self) -> HeldWeights:
-        """Return the fingerprints of the weights that the engine has now.
+    def fingerprints(self) -> Sequence[Fingerprint]:
+        """Return the fingerprints of the tensors that this rank's engine has now; none on a rank without an engine.
 
-        Called on every rank. An engine with whole tensors in this process returns
-        ``HeldWeights("hugging_face", tensor_fingerprints(model.named_parameters()))``.
+        They have Hugging Face names and the engine's dtypes. An engine that holds several copies of a tensor reports
+        each, under the tensor's name. Called on every rank. An engine with whole tensors in this process returns
+        ``tensor_fingerprints(model.named_parameters())``.
         """
         ...

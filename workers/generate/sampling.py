@@ -38,11 +38,10 @@ from torch import Tensor
 from mcontroller.data.meta import check_near_names
 from mcontroller.errors import ConfigError, DataError
 from workers.config import RolloutConfig
-from workers.generate.request_settings import SETTINGS, checked_setting
+from workers.config.sampling import OF_BATCHES, check_setting
 
 _BLOCK = 64  # token ids in a block
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # of SplitMix64, as int64
-_SETTINGS = tuple(name for name in SETTINGS if name != "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,9 @@ class Sampling:
                 f"generate_sequences needs {' and '.join(missing)} in meta_info, which has {sorted(meta_info)}",
                 missing=missing,
             )
-        check_near_names(meta_info, (*_SETTINGS, "eos_token_id", "pad_token_id"), "generation")
+        check_near_names(meta_info, (*OF_BATCHES, "eos_token_id", "pad_token_id"), "generation")
         sampling = cls(
-            **{name: _setting(name, meta_info.get(name, getattr(config, name))) for name in _SETTINGS},
+            **{name: check_setting(name, name, meta_info.get(name, getattr(config, name))) for name in OF_BATCHES},
             eos_token_ids=_token_ids("eos_token_id", meta_info["eos_token_id"]),
             pad_token_id=_token_id("pad_token_id", meta_info["pad_token_id"]),
         )
@@ -104,17 +103,6 @@ class Sampling:
             key, value, most = "response_length", sampling.response_length, config.response_length
             raise ConfigError(f"meta_info[{key!r}] is {value}; it must be 1 to {most}", key=key, value=value)
         return sampling
-
-
-def _setting(name: str, value: Any) -> Any:
-    checked = checked_setting(name, value)
-    if checked is None:
-        kind, _, rule = SETTINGS[name]
-        greedy = "; for greedy decoding set do_sample=False" if name == "temperature" else ""
-        raise ConfigError(
-            f"meta_info[{name!r}] is {value!r}; expected {kind.__name__}, {rule}{greedy}", key=name, value=value
-        )
-    return checked
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

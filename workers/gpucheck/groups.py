@@ -22,7 +22,7 @@ from mcontroller.ray.warm_start import exits
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig
 from workers.config.vllm import VllmConfig
-from workers.generate.vllm.interpreter import installed_vllm, interpreter_variables
+from workers.generate.vllm.interpreter import has_vllm, interpreter_variables
 from workers.generate.vllm.start import engine_arguments, engine_environment, policy_folder
 from workers.gpucheck.cases import ONE_PROCESS, ROWS, STEPS, batch_columns
 from workers.gpucheck.computed import PROMPT, RESPONSE, computed, difference, drift_of
@@ -188,7 +188,7 @@ def _lost_peer(
 def engines(session: Session) -> Iterator[Row]:
     """Generate beside a loaded actor, with Megatron's layers and with vLLM."""
     for engine in ("megatron", "vllm"):
-        if engine == "vllm" and installed_vllm(session.vllm_python) is None:
+        if engine == "vllm" and not has_vllm(session.vllm_python):
             yield skipped("vllm", f"{session.vllm_python} has no vllm: pass --vllm-python")
             continue
         settings: dict[str, Any] = {

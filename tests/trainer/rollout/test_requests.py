@@ -208,10 +208,8 @@ def test_a_batch_with_scores_of_the_engine_is_not_called_the_policys() -> None:
         assert rollout.log_probs == name
 
 
-def test_tokens_without_a_known_temperature_have_no_column() -> None:
-    rows = [Trajectory([1]), Trajectory([1])]
-    for each, temperature in zip(rows, (None, 0.5), strict=True):
-        each.sampled([3, 4], [-1.0, -1.0], temperature=temperature)
-    sizes = {"prompt_length": 1, "response_length": 3, "pad_token_id": 0}
-    assert "token_temperatures" not in trajectory_batch(rows, **sizes)
-    assert trajectory_batch(rows[1:], **sizes)["token_temperatures"].tolist() == [[0.5, 0.5, 1.0]]
+def test_a_batch_has_the_temperature_of_each_token() -> None:
+    made = Trajectory([1])
+    made.sampled([3, 4], [-1.0, -1.0], temperature=0.5)
+    batch = trajectory_batch([made], prompt_length=1, response_length=3, pad_token_id=0)
+    assert batch["token_temperatures"].tolist() == [[0.5, 0.5, 1.0]]

@@ -19,12 +19,12 @@ from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.engine import EOS, SAMPLING, Formula
 from trainer import Trajectory, TrajectoryRollout
-from trainer.rollout.engine import Engine, EngineLost, RequestFailed, Sampled
 from trainer.rollout.episodes import Episodes
 from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.router import BLOCK_TOKENS, UNEVEN, NoEngineLeft, RequestLoop, Router, prefix_blocks
 from workers.config import RolloutConfig
-from workers.generate.vllm.requests import EngineAddress
+from workers.generate.engine_protocol import Engine, EngineLost, RequestFailed, Sampled
+from workers.generate.vllm.vllm_engine import VllmAddress
 
 OnPart = Callable[[Sampled], None] | None
 
@@ -255,9 +255,9 @@ def test_engines_of_a_group_that_cannot_be_reached_end_a_request_after_one_more_
         port = listening.getsockname()[1]
     connections = []
 
-    def engine_addresses() -> list[EngineAddress]:
+    def engine_addresses() -> list[VllmAddress]:
         connections.append(port)
-        return [EngineAddress("127.0.0.1", port, "token", RolloutConfig(), vocab_size=100)]
+        return [VllmAddress("127.0.0.1", port, "token", RolloutConfig(), vocab_size=100)]
 
     limits = Formula().generation_limits() | {"takes_requests": True}
     group = SimpleNamespace(generation_limits=lambda: [limits], engine_addresses=engine_addresses)
@@ -279,7 +279,7 @@ def test_a_request_that_could_not_be_sent_is_not_sent_to_the_next_group() -> Non
         def generation_limits(self) -> list[dict[str, Any]]:
             return [Formula().generation_limits() | {"takes_requests": True}]
 
-        def engine_addresses(self) -> list[EngineAddress]:
+        def engine_addresses(self) -> list[VllmAddress]:
             self.calls += 1
             raise WorkerDied("it has ended")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from tests.workers.roles import actor, experience, own_shard
 from workers.actor import ActorRolloutRefWorker
 from workers.config import RolloutConfig
 from workers.generate.engine_weights import EngineWeights
-from workers.generate.rollout_protocol import HeldWeights, PolicyWeights, Rollout
-from workers.weights.fingerprints import tensor_fingerprints
+from workers.generate.rollout_protocol import PolicyWeights, Rollout
+from workers.weights.fingerprints import Fingerprint, tensor_fingerprints
 from workers.weights.verification import WeightsNotArrived
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,10 +50,10 @@ class FaultyCopies(Rollout):
             self.fault(self.tensors, old)
         return {}
 
-    def fingerprints(self) -> HeldWeights:
+    def fingerprints(self) -> Sequence[Fingerprint]:
         named = {"packed": "model.embed_tokens.weight"}
         tensors = ((named.get(name, name), tensor) for name, tensor in self.tensors.items())
-        return HeldWeights("hugging_face", tensor_fingerprints(tensors))
+        return tensor_fingerprints(tensors)
 
     def sleep(self) -> int:
         return 0

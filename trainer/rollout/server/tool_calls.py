@@ -104,13 +104,13 @@ def _call(text: str) -> tuple[str, str] | None:
     return (call["name"], text) if isinstance(_json(text), dict) else None
 
 
-def _json(text: str, default: Any = None) -> Any:
-    """Return what a text in JSON stands for, unless it is no JSON, or has values that no text can be made of."""
+def _json(text: str) -> Any:
+    """Return what a text in JSON stands for; None if it is no JSON, or has values that no text can be made of."""
     try:
         value = json.loads(text, parse_constant=_reject_constant)
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        return default
+        return None
     return value
 
 

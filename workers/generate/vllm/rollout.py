@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import math
 import os
@@ -20,26 +21,28 @@ from mcontroller.errors import MControllerError
 from parallel_state.agreement import all_gather_values, raise_on_every_rank, wait_for_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
-from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts, Rollout
+from workers.generate.batch_requests import generate_by_requests
+from workers.generate.engine_protocol import EngineLost
+from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts, Rollout
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.engine_process import EngineError, EngineProcess
 from workers.generate.vllm.placement import EnginePlacement, weight_receivers
-from workers.generate.vllm.requests import EngineAddress, sampling_parameters
-from workers.generate.vllm.responses import expert_dtype, expert_layers, experts_of, prompt_tokens, responses_of
-from workers.generate.vllm.row_exchange import consecutive, even_shares, exchange_rows
+from workers.generate.vllm.vllm_engine import VllmAddress
+from workers.gpu_ids import node_address
 from workers.lora.peft_files import write_adapter
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.moves import TensorInBucket
 
 _SHARED = "/dev/shm"
+_CHECK_S = 10.0
 
 
 class VllmRollout(Rollout):
     """Generates with engines that lie where ``place_engines`` has put them; each gets an even part of all rows.
 
     The first of an engine's ranks on each of its nodes starts its processes there, and puts the weights together for
-    them; the first of these calls the engine.
+    them; the first of these calls the engine. The rank of a shard that returns results sends the requests.
 
     Args:
         config: of the actor and its rollout.
@@ -68,14 +71,12 @@ class VllmRollout(Rollout):
     ) -> None:
         pg, rank = context.pg, dist.get_rank()
         self._config, self._dp, self._on_gpus, self._beside_policy = config, pg.dp, on_gpus, beside_policy
-        self._callers = [engine.caller for engine in engines]
         self._process, self._receivers = process, weight_receivers(engines)
-        self.engine = process if rank in self._callers else None
+        self.engine = process if any(rank == engine.caller for engine in engines) else None
         self._token = secrets.token_hex(16)
         self._buckets = SharedBuckets(config.rollout.vllm.bucket_bytes)
         self._arrived: list[Fingerprint] = []
-        returns = pg.pp.rank() == pg.pp.size() - 1 and pg.tp.rank() == 0 and pg.cp.rank() == 0
-        self._shards = all_gather_values(pg.dp.rank() if returns else None)
+        self._returns = pg.pp.rank() == pg.pp.size() - 1 and pg.tp.rank() == 0 and pg.cp.rank() == 0
         limit = datetime.timedelta(seconds=config.rollout.vllm.silence_timeout_s)
         self._nodes: dist.ProcessGroup | None = None
         for engine in engines:
@@ -93,31 +94,28 @@ class VllmRollout(Rollout):
         """The ranks on which whole tensors are put together: those that start an engine's processes."""
         return self._receivers
 
-    def address(self, host: str) -> EngineAddress | None:
+    def address(self) -> VllmAddress | None:
         """Wake the engine of this rank up, and return where it takes requests; None without one (a collective).
-
-        Args:
-            host: the address of this node to listen at.
 
         Raises:
             EngineError: on every rank, if an engine fails.
         """
-        self._wait_for_gpus()
-        return raise_on_every_rank(lambda: self._listening(host))
+        if self._config.rollout.vllm.tp > 1:
+            all_gather_values(None)  # other ranks have offloaded what they have on an engine's GPUs
+        return raise_on_every_rank(self._listening)
 
-    def _listening(self, host: str) -> EngineAddress | None:
+    def _listening(self) -> VllmAddress | None:
         if self.engine is None:
             return None
-        self.engine.call("wake_up")
-        config, records = self._config, self._config.router_replay == "rollout"
-        layers = expert_layers(config.model) if records else []
-        port = self.engine.call("listen", host=host, token=self._token, expert_layers=layers)
-        dtype = expert_dtype(config.model) if records else None
-        return EngineAddress(host, port, self._token, config.rollout, config.model.vocab_size, dtype)
+        host, model = node_address(), self._config.model
+        code = "b" if (model.num_moe_experts or 0) <= 128 else "h"
+        experts = {"expert_layers": model.expert_layers, "expert_code": code}
+        port = self.engine.call("listen", host=host, token=self._token, **experts)
+        return VllmAddress(host, port, self._token, self._config.rollout, model.vocab_size)
 
-    def fingerprints(self) -> HeldWeights:
+    def fingerprints(self) -> Sequence[Fingerprint]:
         """Return the fingerprints of the tensors that have arrived in each process of this rank's engine."""
-        return HeldWeights("hugging_face", self._arrived)
+        return self._arrived
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
         """Return the responses of this rank's shard; None on ranks that do not return results (a collective).
@@ -126,22 +124,42 @@ class VllmRollout(Rollout):
 
         Raises:
             EngineError: on every rank, if an engine fails.
+            RequestFailed: on every rank, if an engine rejects a request.
         """
-        self._wait_for_gpus()
+        addresses = [address for address in all_gather_values(self.address()) if address is not None]
         samples = prompts.samples()
-        rows = consecutive(all_gather_values(len(samples.ids), self._dp))
-        of_shards = [range(0) if shard is None else rows[shard] for shard in self._shards]
-        of_engines = [range(0)] * len(self._shards)
-        for caller, share in zip(self._callers, even_shares(rows[-1].stop, len(self._callers)), strict=True):
-            of_engines[caller] = share
-        device, rank = torch.device("cuda" if self._on_gpus else "cpu"), dist.get_rank()
-        columns = exchange_rows([column.to(device) for column in samples], of_shards, of_engines)
-        of_engine = Prompts(*(column.cpu() for column in columns))
-        generated = raise_on_every_rank(lambda: self._responses(of_engine, sampling))
-        columns = exchange_rows([column.to(device) for column in generated.columns()], of_engines, of_shards)
-        if self._shards[rank] is None:
-            return None
-        return Generated.of_columns(columns)._replace(basis=generated.basis)
+        rows = all_gather_values(len(samples.ids), self._dp)
+        first = sum(rows[: self._dp.rank()])
+        shares = [(first + row) * len(addresses) // sum(rows) for row in range(len(samples.ids))]
+        try:
+            return raise_on_every_rank(lambda: self._responses(addresses, shares, samples, sampling))
+        except EngineLost:
+            raise_on_every_rank(self._check_engine)  # the rank that has started it reports why
+            raise
+
+    def _responses(
+        self, addresses: Sequence[VllmAddress], shares: Sequence[int], samples: Prompts, sampling: Sampling
+    ) -> Generated | None:
+        """Return the responses of rows, of which ``shares`` has the engines, if this rank returns results."""
+
+        async def requested() -> Generated:
+            engines = [address.connect() for address in addresses]
+            try:
+                return await generate_by_requests([engines[share] for share in shares], samples, sampling)
+            finally:
+                for engine in engines:
+                    await engine.close()
+
+        try:
+            return asyncio.run(requested()) if self._returns else None
+        finally:
+            if self._on_gpus:
+                wait_for_every_rank("vllm/generate")
+
+    def _check_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.send("check")
+            self.engine.result(_CHECK_S)
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
         """Put all weights together in shared memory for the engines (a collective).
@@ -192,33 +210,14 @@ class VllmRollout(Rollout):
             self.engine.call("resume", version=version)
 
     def sleep(self) -> int:
-        """Free the memory of the engine's GPUs, and return how many bytes (a collective); on a CPU it frees nothing."""
+        """Free the memory of the engine's GPUs, and return how many bytes (a collective); on a CPU it frees nothing.
+
+        The next update wakes the engine's weights, and the next generation its cache.
+        """
         freed: int = 0 if self.engine is None else self.engine.call("sleep")
         if self._on_gpus and self._config.rollout.vllm.tp > 1:
             all_gather_values(freed)  # other ranks of the engine use its GPUs next
         return freed
-
-    def wake_up(self) -> None:
-        """Leave the engine asleep: the next update wakes its weights, and the next generation its cache."""
-
-    def _responses(self, samples: Prompts, sampling: Sampling) -> Generated:
-        answers = []
-        try:
-            if self.engine is not None and len(samples.ids):
-                seeded = self._config.rollout.vllm.seeds
-                answers = self.engine.call(
-                    "generate_sequences",
-                    prompts=prompt_tokens(samples),
-                    parameters=sampling_parameters(samples.seeds.flatten().tolist(), sampling, seeded=seeded),
-                    temperature=sampling.temperature,
-                )
-        finally:
-            if self._on_gpus:
-                wait_for_every_rank("vllm/generate")
-        experts = None
-        if self._config.router_replay == "rollout":
-            experts = experts_of(answers, samples, sampling.response_length, self._config.model)
-        return responses_of(answers, sampling, experts)
 
     def _sent(self, weights: PolicyWeights) -> int:
         buckets = self._buckets
@@ -262,11 +261,6 @@ class VllmRollout(Rollout):
         """
         path = self._buckets.path
         return [path] if self._nodes is None else all_gather_values(path, self._nodes)
-
-    def _wait_for_gpus(self) -> None:
-        """Wait until other ranks have offloaded what they have on an engine's GPUs (a collective)."""
-        if self._config.rollout.vllm.tp > 1:
-            all_gather_values(None)
 
     def _release_cached_memory(self) -> None:
         """Return what torch has reserved on all GPUs of the engines (a collective)."""

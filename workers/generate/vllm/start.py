@@ -19,7 +19,7 @@ from mcontroller.errors import ConfigError
 from parallel_state.agreement import all_gather_values, raise_on_every_rank, wait_for_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
-from workers.generate.vllm.checks import CPU_CACHE_BYTES, LORA_RANKS, check_installed
+from workers.generate.vllm.checks import LORA_RANKS, check_installed
 from workers.generate.vllm.engine_process import EngineProcess
 from workers.generate.vllm.gpu_memory import GpuMemory, measured_memory, utilization
 from workers.generate.vllm.interpreter import interpreter_of
@@ -29,6 +29,9 @@ from workers.gpu_ids import node_address, node_id
 from workers.weights.hf.config import hf_config_of
 
 logger = logging.getLogger(__name__)
+
+_CPU_CACHE_BYTES = 1 << 30
+"""Keys and values of an engine on a CPU if ``rollout.vllm.kv_cache_bytes`` is 0: vLLM would take 92% of the host."""
 
 # The worker's process group, and its one hardware queue, which would serialize the streams of an engine.
 _NOT_INHERITED = (
@@ -45,46 +48,21 @@ _NOT_INHERITED = (
 
 
 class _RankGpu(NamedTuple):
-    """Where a rank is, and the state of its GPU; ``device`` and ``memory`` are empty on a CPU."""
+    """Where a rank is, and the state of its GPU.
+
+    Attributes:
+        node: its id.
+        address: of the node.
+        port: a free one, at which the ranks of an engine on several nodes meet.
+        device: as ``CUDA_VISIBLE_DEVICES`` names it; empty on a CPU.
+        memory: of the GPU; None on a CPU.
+    """
 
     node: str
     address: str
     port: int
     device: str
     memory: GpuMemory | None
-
-
-class EnginePart(NamedTuple):
-    """The part of an engine on one node, which one rank starts.
-
-    Attributes:
-        engine: the number of the engine.
-        gpus: the ranks of the engine on all its nodes.
-        devices: the GPUs of the part, as ``CUDA_VISIBLE_DEVICES`` names them; none on a CPU.
-        node_rank: of the node, among those of the engine; the part of the first one is called.
-        addresses: of the engine's nodes.
-        port: at the first address, where the engine's own ranks meet if it has several nodes.
-    """
-
-    engine: int
-    gpus: Sequence[_RankGpu]
-    devices: list[str]
-    node_rank: int
-    addresses: list[str]
-    port: int
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of ``vllm.AsyncEngineArgs`` of an engine on several nodes; none on one node."""
-        if len(self.addresses) == 1:
-            return {}
-        return {
-            "nnodes": len(self.addresses),
-            "node_rank": self.node_rank,
-            "master_addr": self.addresses[0],
-            "master_port": self.port,
-            "distributed_executor_backend": "mp",
-        }
 
 
 def vllm_rollout(config: ActorConfig, context: MegatronContext, due: int, *, beside_policy: bool) -> VllmRollout:
@@ -110,8 +88,7 @@ def vllm_rollout(config: ActorConfig, context: MegatronContext, due: int, *, bes
             key="rollout.vllm.adapter_alone",
             value=True,
         )
-    part = _part_of(dist.get_rank(), engines, gpus)
-    process = raise_on_every_rank(lambda: _started_everywhere(config, part, beside_policy=beside_policy))
+    process = raise_on_every_rank(lambda: _started_everywhere(config, engines, gpus, beside_policy=beside_policy))
     on_gpus = gpus[0].memory is not None
     return VllmRollout(config, context, process, engines, on_gpus=on_gpus, beside_policy=beside_policy)
 
@@ -127,29 +104,17 @@ def _gpu_of_rank(measured: Callable[[], GpuMemory]) -> _RankGpu:
     return _RankGpu(*place, device, measured())
 
 
-def _part_of(rank: int, engines: Sequence[EnginePlacement], gpus: Sequence[_RankGpu]) -> EnginePart | None:
-    """The part of an engine that a rank starts, if it starts one."""
-    for number, engine in enumerate(engines):
-        if rank in engine.starters:
-            node_rank, starters = engine.starters.index(rank), [gpus[starter] for starter in engine.starters]
-            return EnginePart(
-                engine=number,
-                gpus=[gpus[other] for other in engine.ranks],
-                devices=[gpus[other].device for other in engine.parts[node_rank] if gpus[other].device],
-                node_rank=node_rank,
-                addresses=[starter.address for starter in starters],
-                port=starters[0].port,
-            )
-    return None
-
-
-def _started_everywhere(config: ActorConfig, part: EnginePart | None, *, beside_policy: bool) -> EngineProcess | None:
+def _started_everywhere(
+    config: ActorConfig, engines: Sequence[EnginePlacement], gpus: Sequence[_RankGpu], *, beside_policy: bool
+) -> EngineProcess | None:
     """The process of this rank, if it starts one, when the engines of all ranks have started or failed."""
+    rank = dist.get_rank()
+    number = next((number for number, engine in enumerate(engines) if rank in engine.starters), None)
     try:
-        if part is None:
+        if number is None:
             return None
-        process = _started(config, part)
-        if beside_policy and part.node_rank == 0:
+        process = _started(config, number, engines[number], gpus)
+        if beside_policy and rank == engines[number].caller:
             process.call("sleep")
         return process
     finally:
@@ -157,20 +122,24 @@ def _started_everywhere(config: ActorConfig, part: EnginePart | None, *, beside_
             wait_for_every_rank("vllm/start")
 
 
-def _started(config: ActorConfig, part: EnginePart) -> EngineProcess:
-    """A part of an engine without weights, built from a ``config.json`` of the policy."""
+def _started(config: ActorConfig, number: int, engine: EnginePlacement, gpus: Sequence[_RankGpu]) -> EngineProcess:
+    """The part of an engine on this rank's node, without weights, built from a ``config.json`` of the policy."""
     check_installed(config)
-    settings = config.rollout.vllm
-    share = None
-    gpus = [gpu.memory for gpu in part.gpus if gpu.memory is not None]
-    if gpus:
+    settings, share = config.rollout.vllm, None
+    if memory := [used for rank in engine.ranks if (used := gpus[rank].memory) is not None]:
         chosen = settings.options.get("gpu_memory_utilization")
-        share = utilization(config, gpus) if chosen is None else chosen
-        logger.info("vLLM's engine %d gets gpu_memory_utilization=%s of %s", part.engine, share, gpus)
-    of_nodes = {} if len(part.addresses) == 1 else {"VLLM_HOST_IP": part.addresses[part.node_rank]}
+        share = utilization(config, memory) if chosen is None else chosen
+        logger.info("vLLM's engine %d gets gpu_memory_utilization=%s of %s", number, share, memory)
+    node_rank, starters = engine.starters.index(dist.get_rank()), [gpus[rank] for rank in engine.starters]
+    arguments = engine_arguments(config, str(policy_folder(config)), share, number=number)
+    environment = engine_environment([gpus[rank].device for rank in engine.parts[node_rank] if gpus[rank].device])
+    if len(starters) > 1:
+        arguments |= {"nnodes": len(starters), "node_rank": node_rank, "distributed_executor_backend": "mp"}
+        arguments |= {"master_addr": starters[0].address, "master_port": starters[0].port}
+        environment["VLLM_HOST_IP"] = starters[node_rank].address
     process = EngineProcess(
-        engine_arguments(config, str(policy_folder(config)), share, number=part.engine) | part.arguments,
-        engine_environment(part.devices) | of_nodes,
+        arguments,
+        environment,
         start_timeout_s=settings.start_timeout_s,
         silence_timeout_s=settings.silence_timeout_s,
         python=interpreter_of(config),
@@ -217,7 +186,7 @@ def engine_arguments(config: ActorConfig, folder: str, share: float | None, *, n
     """
     rollout, on_gpu = config.rollout, share is not None
     of_gpu = {"gpu_memory_utilization": share} if on_gpu else {}
-    cache = rollout.vllm.kv_cache_bytes or (None if on_gpu else CPU_CACHE_BYTES)
+    cache = rollout.vllm.kv_cache_bytes or (None if on_gpu else _CPU_CACHE_BYTES)
     lora, adapter = config.model.lora, dict[str, Any]()
     if rollout.vllm.adapter_alone and lora is not None:
         rank = next(size for size in LORA_RANKS if size >= lora.rank)

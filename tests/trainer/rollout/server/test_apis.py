@@ -21,11 +21,11 @@ from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.server.test_chat_server import ASK, CALL, END, SHIFT, TOOLS, Agent, Characters
 from trainer import Trajectory, TrajectoryRollout
-from trainer.rollout.engine import Sampled
 from trainer.rollout.episodes import Episodes
 from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.server.chat_server import AgentEpisode, ChatServer
 from trainer.rollout.server.sessions import ChatSession
+from workers.generate.engine_protocol import Sampled
 
 ANSWER = "It is 5."
 RESULT = {"role": "tool", "tool_call_id": "call00000", "content": "5"}

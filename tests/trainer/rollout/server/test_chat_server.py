@@ -65,8 +65,9 @@ class Agent(Formula):
     """Calls a tool, and answers when there is a result."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def generation_limits(self) -> dict[str, int]:
-        return {"prompt_length": 600, "response_length": 200, "vocab_size": 2 * SHIFT, "max_rows": 256}
+    def generation_limits(self) -> dict[str, float]:
+        limits = {"prompt_length": 600, "response_length": 200, "vocab_size": 2 * SHIFT, "max_rows": 256}
+        return {**limits, "temperature": 1.0}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:

@@ -29,8 +29,7 @@ import workers.generate.vllm.in_engine as in_engine
 import workers.weights.hashing as hashing
 from tests.workers.generate.vllm.signatures import check_arguments
 from workers.generate.vllm import checks, start
-from workers.generate.vllm.engine_process import EngineError
-from workers.generate.vllm.interpreter import InstalledVllm
+from workers.generate.vllm.engine_process import EngineError, EngineHung
 
 TAGS = frozenset(("weights", "kv_cache"))
 WEIGHTS_BYTES = 1 << 30
@@ -135,7 +134,7 @@ class StandInLLM:
         if len(given) >= self.arguments["max_model_len"]:
             raise ValueError(f"the prompt has {len(given)} tokens")
         await self.admitting.wait()
-        if not self.in_flight:
+        if self.events[-1:] != ["generate"]:
             self.events.append("generate")
         self.parameters.append(sampling_params.values)
         self.prompts.append(given)
@@ -213,6 +212,7 @@ class StandInLLM:
 
     async def add_lora(self, lora_request: Any) -> bool:
         assert self.arguments["enable_lora"] and lora_request.load_inplace
+        self.events.append("add_lora")
         self.adapters.append(load_file(Path(lora_request.path) / "adapter_model.safetensors"))
         return True
 
@@ -374,9 +374,11 @@ class EngineInProcess:
         return self.result()
 
     def send(self, method: str, **arguments: Any) -> None:
+        if method == "check" and self.llm.is_hanging:
+            raise EngineHung("vLLM's engine reported no progress", method=method, pid=self.pid, timeout_s=0.0)
         self._answer = self._in_engine(method, getattr(self.served, method)(**arguments))
 
-    def result(self) -> Any:
+    def result(self, silence_timeout_s: float | None = None) -> Any:
         return self._answer
 
     def close(self) -> None: ...
@@ -399,19 +401,19 @@ class EngineInProcess:
 def standing_in(gpu: Callable[[], Gpu] | None = None) -> Iterator[type[StandInLLM]]:
     """Let engines be stand-ins in this process, on GPUs that ``gpu`` makes, or on a CPU."""
     folders = [*in_engine.__path__, *hashing.__path__]
-    finder, process, installed = _Finder(), start.EngineProcess, checks.installed_vllm
+    finder, process, installed = _Finder(), start.EngineProcess, checks.has_vllm
     known = set(sys.modules)
     sys.meta_path.insert(0, finder)
     sys.path[:0] = folders
     start.EngineProcess = EngineInProcess  # type: ignore[misc,assignment]
-    checks.installed_vllm = lambda python: InstalledVllm(cpu_build=False)
+    checks.has_vllm = lambda python: True
     StandInLLM.gpu, StandInLLM.started, StandInExecutor.started = gpu, [], []
     try:
         variables = {"ENGINE_PID": ""}  # which an engine sets
         with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", variables, XDG_CACHE_HOME=caches):
             yield StandInLLM
     finally:
-        start.EngineProcess, checks.installed_vllm = process, installed  # type: ignore[misc]
+        start.EngineProcess, checks.has_vllm = process, installed  # type: ignore[misc]
         StandInLLM.gpu = None
         sys.meta_path.remove(finder)
         sys.path[:] = [path for path in sys.path if path not in folders]

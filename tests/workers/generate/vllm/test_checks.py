@@ -39,38 +39,29 @@ ALONE = {"vllm": {"adapter_alone": True}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "on_cpu", "key"),
+    ("changes", "key"),
     [
-        ({"model": {"hidden_size": 96}}, True, "model.hidden_size"),
-        ({"model": {"kv_channels": 48}}, True, "model.kv_channels"),
-        ({"parallel": {"tp": 2, "cp": 2}, "rollout": {"vllm": {"tp": 3}}}, False, "rollout.vllm.tp"),
-        ({"model": {"num_moe_experts": 4}, "router_replay": "rollout"}, True, "router_replay"),
-        ({"rollout": ALONE}, True, "rollout.vllm.adapter_alone"),
+        ({"parallel": {"tp": 2, "cp": 2}, "rollout": {"vllm": {"tp": 3}}}, "rollout.vllm.tp"),
+        ({"rollout": ALONE}, "rollout.vllm.adapter_alone"),
         (
             {"rollout": ALONE, "model": {"lora": LORA, "train_only": ["*norm.weight"]}},
-            True,
             "rollout.vllm.adapter_alone",
         ),
-        ({"rollout": ALONE, "model": {"lora": LORA | {"rank": 600}}}, True, "rollout.vllm.adapter_alone"),
+        ({"rollout": ALONE, "model": {"lora": LORA | {"rank": 600}}}, "rollout.vllm.adapter_alone"),
         (
             {"rollout": ALONE, "model": {"lora": LORA, "num_moe_experts": 4, "qk_layernorm": True}},
-            True,
             "rollout.vllm.adapter_alone",
         ),
-        ({"rollout": {"vllm": {"kv_cache_bytes": 1000}}}, True, "rollout.vllm.kv_cache_bytes"),
-        ({"model": {"max_sequence_length": 31}}, True, "model.max_sequence_length"),
-        ({"model": {"gated_linear_unit": False}}, True, "model.gated_linear_unit"),
+        ({"rollout": {"vllm": {"kv_cache_bytes": 1000}}}, "rollout.vllm.kv_cache_bytes"),
+        ({"model": {"max_sequence_length": 31}}, "model.max_sequence_length"),
+        ({"model": {"gated_linear_unit": False}}, "model.gated_linear_unit"),
     ],
 )
-def test_settings_that_an_engine_cannot_run_are_rejected(changes: dict[str, Any], on_cpu: bool, key: str) -> None:
-    check_settings(config(), on_cpu=on_cpu)
+def test_settings_that_an_engine_cannot_run_are_rejected(changes: dict[str, Any], key: str) -> None:
+    check_settings(config())
     with pytest.raises(ConfigError) as caught:
-        check_settings(config(**changes), on_cpu=on_cpu)
+        check_settings(config(**changes))
     assert caught.value.key == key
-
-
-def test_heads_of_other_widths_are_for_gpus() -> None:
-    check_settings(config(model={"hidden_size": 96}), on_cpu=False)
 
 
 @pytest.mark.parametrize(

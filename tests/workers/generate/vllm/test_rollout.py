@@ -21,7 +21,7 @@ from tests.workers.router_replay.setup import EXPERTS, LAYERS, NO_BALANCE, TOPK,
 from trainer import TrajectoryRollout
 from workers import ActorRolloutRefWorker, Generated, Prompts, Sampling
 from workers.generate.vllm import start
-from workers.generate.vllm.engine_process import EngineError
+from workers.generate.vllm.engine_process import EngineError, EngineHung
 from workers.generate.vllm.start import vllm_rollout
 
 pytestmark = pytest.mark.simulated
@@ -146,6 +146,24 @@ def failing(parallel: dict[str, int]) -> str:
 def test_the_failure_of_one_engine_is_raised_on_every_rank() -> None:
     with standing_in():
         assert run_ranks(failing, 2, {"tp": 2}) == ["engine 1 failed"] * 2
+
+
+def hanging() -> str:
+    settings = config(rollout={"vllm": {"silence_timeout_s": 0.2}})
+    context = MegatronContext(settings.parallel.layout(2), 0)
+    with context.activate():
+        rollout = vllm_rollout(settings, context, 0, beside_policy=True)
+        if torch.distributed.get_rank() == 1:
+            rollout.engine.llm.running.clear()  # type: ignore[union-attr]
+            rollout.engine.llm.is_hanging = True  # type: ignore[union-attr]
+        with pytest.raises(EngineHung) as caught:
+            rollout.generate(prompts_of(context.pg.dp.rank(), 4, 1), sampling(1))
+    return caught.value.method
+
+
+def test_the_rank_of_an_engine_that_is_lost_reports_why_on_every_rank() -> None:
+    with standing_in():
+        assert run_ranks(hanging, 2) == ["check"] * 2
 
 
 def seeded(vllm: dict[str, Any]) -> list[bool]:
@@ -336,7 +354,7 @@ def adapted(parallel: dict[str, int]) -> dict[str, Any]:
         worker.generate_sequences(batch)
         worker.update_actor(own_shard(experience(8), worker))
     llm = worker.rollout.engine.llm
-    updates = [event for event in llm.events if event in ("generate", "finish_policy_update")]
+    updates = [event for event in llm.events if event in ("add_lora", "generate", "finish_policy_update")]
     changed = [not torch.equal(*pair) for pair in zip(llm.adapters[0].values(), llm.adapters[1].values(), strict=True)]
     same = torch.equal(llm.weights["model.norm.weight"], base["decoder.final_layernorm.weight"])
     return {"updates": updates, "changed": any(changed), "sent": len(llm.adapters), "base": same}
@@ -345,9 +363,9 @@ def adapted(parallel: dict[str, int]) -> dict[str, Any]:
 def test_an_engine_that_computes_adapters_gets_the_base_once() -> None:
     with standing_in():
         found = run_ranks(adapted, 2, {"tp": 2})
-    base, plain = "finish_policy_update", "generate"
+    base, alone = "finish_policy_update", ["add_lora", "generate"]
     for rank in found:
-        assert rank["updates"] == [base, plain, plain, base, plain]  # again after its weights were freed
+        assert rank["updates"] == [base, *alone, *alone, base, *alone]  # again after its weights were freed
         assert rank["sent"] == 3 and rank["changed"] and rank["base"]
 
 

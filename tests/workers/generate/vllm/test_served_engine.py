@@ -58,7 +58,8 @@ def update(served: EngineInProcess, **options: Any) -> None:
 
 
 def generate(served: EngineInProcess) -> Any:
-    return served.call("generate_sequences", prompts=[[3, 4]], parameters=[{}], temperature=1.0)
+    served.call("listen", host="127.0.0.1", token="secret")
+    return served.call("generate", prompt=[3, 4], parameters={}, temperature=1.0)
 
 
 def test_weights_wake_before_the_update_and_the_cache_with_the_next_generation(gpu: Gpu, folder: Path) -> None:
@@ -69,7 +70,7 @@ def test_weights_wake_before_the_update_and_the_cache_with_the_next_generation(g
     for _ in range(2):
         update(served)
         assert gpu.used == before + WEIGHTS_BYTES
-        assert generate(served) == [([7, 2], [-7.0, -2.0], None)]
+        assert generate(served)[:2] == ([7, 2], [-7.0, -2.0])
         assert gpu.used == before + 40 * GB
     weights = ["wake weights", "begin_policy_update", "receive_policy_bucket", "finish_policy_update"]
     once = ["sleep 2", *weights, "wake kv_cache", "generate"]
@@ -121,9 +122,7 @@ def test_the_stand_in_takes_the_arguments_of_vllm_only(folder: Path) -> None:
         with pytest.raises(TypeError):
             engine(folder, no_such_argument=1)
         with pytest.raises(TypeError):
-            engine(folder).call(
-                "generate_sequences", prompts=[[3]], parameters=[{"no_such_argument": 1}], temperature=1.0
-            )
+            engine(folder).call("generate", prompt=[3], parameters={"no_such_argument": 1}, temperature=1.0)
         llm = engine(folder).llm
         lora_request = importlib.import_module("vllm.lora.request").LoRARequest
     named = {"LoRARequest": lora_request}

@@ -157,20 +157,6 @@ class Engine:
             self._pauses.pop(request_id, None)
         return response
 
-    async def generate_sequences(
-        self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]], temperature: float
-    ) -> list[tuple[list[int], list[float], Any]]:
-        """Return tokens, log-probabilities and experts of the responses to all prompts, in their order."""
-        await self.wake_up()
-        requests = zip(prompts, parameters, strict=True)
-        tasks = [asyncio.ensure_future(self.generate(prompt, values, temperature)) for prompt, values in requests]
-        try:
-            responses = await asyncio.gather(*tasks)
-            return [(response.tokens, response.log_probs, response.experts) for response in responses]
-        finally:
-            for task in tasks:
-                task.cancel()
-
     async def pause(self, mode: str = "keep") -> None:
         """Stop to generate until ``resume``, and drop the keys and values of all tokens.
 
@@ -187,7 +173,7 @@ class Engine:
                 self._pauses[state.external_req_id].append((self.version, state.detokenizer.num_output_tokens()))
 
     async def resume(self, version: int) -> None:
-        """Go on after ``pause`` with the weights of a version; an engine without its cache goes on when it wakes up."""
+        """Go on after ``pause`` with the weights of a version; an engine without its cache goes on with ``listen``."""
         self.version = version
         if not self._asleep:
             await self._llm.resume_generation()
@@ -195,7 +181,7 @@ class Engine:
     async def begin_update(self, hashes: bool = True, beside_policy: bool = True, mode: str = "keep") -> None:
         """Pause, and start an update of the weights, which are hashed as they arrive if ``hashes``.
 
-        On a GPU, ``beside_policy``, only the engine's weights get memory until ``wake_up``: the cache would not fit
+        On a GPU, ``beside_policy``, only the engine's weights get memory until ``listen``: the cache would not fit
         beside the policy's weights and the tensors in flight.
         """
         await self.pause(mode)
@@ -238,7 +224,7 @@ class Engine:
     async def sleep(self) -> int:
         """Free the memory of the GPUs, and return how many bytes; on a CPU vLLM frees nothing.
 
-        Requests in flight go on after ``wake_up``.
+        Requests in flight go on after ``listen``.
         """
         before = sum(await self._llm.collective_rpc("free_device_memory"))
         if before == 0 or "weights" in self._asleep:
@@ -247,22 +233,26 @@ class Engine:
         self._asleep = frozenset(_TAGS)
         return sum(await self._llm.collective_rpc("free_device_memory")) - before
 
-    async def wake_up(self) -> None:
-        """Take the memory of the cache again, after an update has filled that of the weights."""
-        await self._wake("kv_cache")
-
-    async def listen(self, host: str, token: str, expert_layers: Sequence[int] = ()) -> int:
+    async def listen(self, host: str, token: str, expert_layers: Sequence[int] = (), expert_code: str = "h") -> int:
         """Take requests from programs that know ``token`` on a socket, and return its port.
+
+        After an update has filled the memory of the weights, that of the cache is taken again.
 
         Args:
             host: the address to listen at.
             token: what a program sends first.
             expert_layers: the layers whose experts are returned.
+            expert_code: the type code of their indices.
         """
+        await self._wake("kv_cache")
         if self._server is None:
-            self._server = RequestServer(self, token, expert_layers)
+            self._server = RequestServer(self, token, expert_layers, expert_code)
             await self._server.start(host)
         return self._server.port
+
+    async def check(self) -> None:
+        """Return when the process that computes has answered."""
+        await self._llm.is_paused()
 
     async def report_progress(self, report: Callable[[], Any]) -> None:
         """Call ``report`` every second, as long as the process that computes answers between two of its steps."""
@@ -368,8 +358,9 @@ class RequestServer:
     ``{}`` follows every second in which the process that computes answers.
     """
 
-    def __init__(self, engine: Engine, token: str, expert_layers: Sequence[int]) -> None:
-        self._engine, self._token, self._expert_layers = engine, token, list(expert_layers)
+    def __init__(self, engine: Engine, token: str, expert_layers: Sequence[int], expert_code: str) -> None:
+        self._engine, self._token = engine, token
+        self._expert_layers, self._expert_code = list(expert_layers), expert_code
         self._connections = itertools.count()
         self.port = 0
 
@@ -426,9 +417,9 @@ class RequestServer:
         answer = {"id": head["id"], "reason": response.reason, "versions": response.versions}
         arrays = [array("q", response.tokens), array("d", response.log_probs)]
         if response.experts is not None:
-            experts = response.experts[:, self._expert_layers].astype("int16")
+            experts = response.experts[:, self._expert_layers].astype(self._expert_code)
             answer["experts"] = experts.shape
-            arrays.append(array("h", experts.tobytes()))
+            arrays.append(array(self._expert_code, experts.tobytes()))
         writer.write(packed(answer, *arrays))
 
 

@@ -1,15 +1,15 @@
 """What an engine is to a rollout: the whole interface, for vLLM's engines and for another one.
 
 An engine has a batch and an event loop of its own. It takes requests one by one, at any time and from many sides, and
-nobody above it decides what its next step computes. A rollout has a ``Router`` before its engines, which sends each
-request to one of them: ``TrajectoryRollout(group, engines=[...])``.
+nobody above it decides what its next step computes. ``TrajectoryRollout(group, engines=[...])`` has a ``Router`` before
+its engines, which sends each request to one of them; ``generate_by_requests`` divides a batch evenly over engines.
 
 Weights are not part of it: they move from worker to worker, and ``workers.Rollout`` is the interface of the worker's
 side: ``update_weights``, then ``resume`` with the version when all ranks have them, ``sleep`` and ``wake_up``. An
 engine may go on with its requests in flight between two tokens, with the new weights; then it says so in ``versions``.
 
-``trainer/rollout/vllm_engine.py`` is one engine, and ``examples/http_rollout.py`` another. ``ReferenceEngine``, of
-Megatron's ranks, does nothing by itself: a rollout makes its steps, so that tests are deterministic.
+``workers/generate/vllm/vllm_engine.py`` is one engine, and ``examples/http_rollout.py`` another. ``ReferenceEngine``,
+of Megatron's ranks, does nothing by itself: a rollout makes its steps, so that tests are deterministic.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Sampled(NamedTuple):
 
 
 class Engine(Protocol):
-    """An engine of a rollout.
+    """An engine of a rollout, used on one event loop.
 
     Attributes:
         name: for errors and counts, such as its address.
@@ -100,4 +100,12 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Close the connection to the engine; requests in flight raise ``EngineLost``."""
+        ...
+
+
+class EngineAddress(Protocol):
+    """Where an engine takes requests, from any process; it can be pickled."""
+
+    def connect(self) -> Engine:
+        """Return the engine; its first request opens the connection."""
         ...

@@ -1,4 +1,4 @@
-"""An engine of vLLM, to which requests go on one connection."""
+"""An engine of vLLM, to which requests go on one connection, and what they say about sampling."""
 
 from __future__ import annotations
 
@@ -6,30 +6,53 @@ import asyncio
 import itertools
 from array import array
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from mcontroller.errors import ConfigError
-from trainer.rollout.engine import EngineLost, RequestFailed, Sampled
+from workers.config import RolloutConfig
+from workers.generate.engine_protocol import EngineLost, RequestFailed, Sampled
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.in_engine.engine_messages import packed, read_message
-from workers.generate.vllm.requests import EngineAddress, sampling_parameters
 
 _CONNECT_S = 30.0
+_SEED_BITS = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class VllmAddress:
+    """Where an engine takes requests.
+
+    Attributes:
+        host, port: of its socket.
+        token: that a program has to send first.
+        config: the default settings of sampling.
+        vocab_size: of the policy.
+    """
+
+    host: str
+    port: int
+    token: str
+    config: RolloutConfig
+    vocab_size: int
+
+    def connect(self) -> VllmEngine:
+        """Return the engine; its first request opens the connection."""
+        return VllmEngine(self)
 
 
 class VllmEngine:
-    """Sends requests to an engine that ``serve_engine.py`` serves; see ``trainer.rollout.engine.Engine``.
+    """Sends requests to an engine that ``serve_engine.py`` serves; see ``workers.generate.engine_protocol.Engine``.
 
     Args:
         address: where it takes requests.
-        pad_token_id: of the rollout.
     """
 
-    def __init__(self, address: EngineAddress, pad_token_id: int) -> None:
-        self.name = f"{address.host}:{address.port}"
-        self._address, self._pad_token_id = address, pad_token_id
+    def __init__(self, address: VllmAddress) -> None:
+        self.name, self._address = f"{address.host}:{address.port}", address
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Sampled]] = {}
         self._on_part: dict[int, Callable[[Sampled], None]] = {}
@@ -117,10 +140,10 @@ class VllmEngine:
             if "reason" not in head:
                 self._on_part[head["id"]](Sampled(arrays[0], arrays[1], head["versions"]))
                 continue
+            tokens, log_probs, *experts_of_tokens = arrays
             experts = None
-            if "experts" in head and self._address.expert_dtype is not None:
-                experts = torch.tensor(arrays[2]).view(head["experts"]).to(self._address.expert_dtype)
-            tokens, log_probs = arrays[:2]
+            if experts_of_tokens:
+                experts = torch.from_numpy(np.array(experts_of_tokens[0]).reshape(head["experts"]))
             future.set_result(
                 Sampled(tokens, log_probs, head["versions"], is_partial=head["reason"] == "abort", experts=experts)
             )
@@ -153,16 +176,37 @@ class VllmEngine:
         changing = ("response_length", "seed")
         key = repr([item for item in sampling.items() if item[0] not in changing])
         if key not in self._parameters:
-            settings = {**sampling, "pad_token_id": self._pad_token_id}
-            del settings["response_length"], settings["seed"]
-            whole = Sampling.of(self._address.config, settings)
-            [parameters] = sampling_parameters([0], whole, seeded=self._address.config.vllm.seeds)
-            self._parameters[key] = parameters, whole.temperature
+            settings = {name: value for name, value in sampling.items() if name not in changing}
+            whole = Sampling.of(self._address.config, {**settings, "pad_token_id": 0})  # vLLM pads nothing
+            seeded = self._address.config.vllm.seeds
+            self._parameters[key] = sampling_parameters(whole, seeded=seeded), whole.temperature
         parameters, temperature = self._parameters[key]
         changes = {"max_tokens": sampling["response_length"]}
         if "seed" in parameters:
-            changes["seed"] = sampling["seed"] & (1 << 63) - 1
+            changes["seed"] = sampling["seed"] & _SEED_BITS
         return {**parameters, **changes}, temperature
+
+
+def sampling_parameters(sampling: Sampling, *, seeded: bool) -> dict[str, Any]:
+    """Return the arguments of ``vllm.SamplingParams`` of a request.
+
+    The temperature is not among them: ``PolicyReceiver`` divides the logits by it. vLLM takes a seed below 0 for none,
+    so the sign is dropped.
+
+    Args:
+        sampling: how its tokens are generated.
+        seeded: whether it has a seed. vLLM draws the tokens of such requests one row at a time, and of others together.
+    """
+    common: dict[str, Any] = {
+        "max_tokens": sampling.response_length,
+        "stop_token_ids": list(sampling.eos_token_ids),
+        "repetition_penalty": sampling.repetition_penalty,
+        "temperature": 0.0,
+    }
+    if not sampling.do_sample:
+        return common
+    filters = {"temperature": 1.0, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    return common | filters | ({"seed": sampling.seed & _SEED_BITS} if seeded else {})
 
 
 class _Rejected(Exception):

@@ -14,10 +14,9 @@ import pytest
 
 from mcontroller.errors import ConfigError
 from tests.workers.generate.vllm.stand_in import EngineInProcess, StandInLLM, standing_in
-from trainer.rollout.engine import EngineLost, RequestFailed
-from trainer.rollout.vllm_engine import VllmEngine
-from workers import RolloutConfig
-from workers.generate.vllm.requests import EngineAddress
+from workers import RolloutConfig, Sampling
+from workers.generate.engine_protocol import EngineLost, RequestFailed
+from workers.generate.vllm.vllm_engine import VllmAddress, VllmEngine, sampling_parameters
 
 SAMPLING = {"response_length": 8, "eos_token_id": [2], "seed": 5}
 
@@ -31,10 +30,10 @@ def served(tmp_path: Path) -> Iterator[EngineInProcess]:
         yield engine
 
 
-def address_of(served: EngineInProcess) -> EngineAddress:
+def address_of(served: EngineInProcess) -> VllmAddress:
     port = served.call("listen", host="127.0.0.1", token="secret")
     config = RolloutConfig(prompt_length=1200, response_length=8)
-    return EngineAddress("127.0.0.1", port, "secret", config, vocab_size=97)
+    return VllmAddress("127.0.0.1", port, "secret", config, vocab_size=97)
 
 
 async def generate(engine: VllmEngine, *prompt: int, **changes: Any) -> Any:
@@ -43,7 +42,7 @@ async def generate(engine: VllmEngine, *prompt: int, **changes: Any) -> Any:
 
 def test_requests_get_their_own_tokens_and_a_rejected_one_disturbs_no_other(served: EngineInProcess) -> None:
     async def run() -> tuple[list[Any], RequestFailed]:
-        engine = VllmEngine(address_of(served), 0)
+        engine = address_of(served).connect()
         requests = [generate(engine, first, 4) for first in range(20)]
         failed, *made = await asyncio.gather(generate(engine, *[3] * 1300), *requests, return_exceptions=True)
         await engine.close()
@@ -59,9 +58,9 @@ def test_requests_get_their_own_tokens_and_a_rejected_one_disturbs_no_other(serv
 def test_an_engine_refuses_a_wrong_token_and_a_program_an_engine_of_another_model(served: EngineInProcess) -> None:
     address = address_of(served)
     with pytest.raises(EngineLost):
-        asyncio.run(generate(VllmEngine(replace(address, token="guess"), 0), 3))
+        asyncio.run(generate(replace(address, token="guess").connect(), 3))
     with pytest.raises(ConfigError) as caught:
-        asyncio.run(generate(VllmEngine(replace(address, vocab_size=98), 0), 3))
+        asyncio.run(generate(replace(address, vocab_size=98).connect(), 3))
     assert caught.value.value == 97
 
 
@@ -71,7 +70,7 @@ def test_a_request_that_is_cancelled_ends_in_the_engine_and_one_of_a_lost_engine
     monkeypatch.setattr(StandInLLM, "answer", staticmethod(lambda prompt: [3] * 100_000))
 
     async def run() -> None:
-        engine = VllmEngine(address_of(served), 0)
+        engine = address_of(served).connect()
         requests = [asyncio.ensure_future(generate(engine, 3, number)) for number in range(2)]
         while len(served.llm.in_flight) < 2:
             await asyncio.sleep(0.001)
@@ -95,7 +94,7 @@ def test_a_request_that_is_cancelled_while_it_waits_for_others_is_not_begun(
     monkeypatch.setattr(StandInLLM, "answer", staticmethod(lambda prompt: [3] * (100_000 if prompt[0] == 3 else 1)))
 
     async def run() -> None:
-        engine = VllmEngine(address_of(served), 0)
+        engine = address_of(served).connect()
         first = asyncio.ensure_future(generate(engine, 3))
         while not served.llm.in_flight:
             await asyncio.sleep(0.001)
@@ -114,7 +113,7 @@ def test_the_controller_takes_at_most_150_microseconds_for_a_trajectory(served: 
     """On a thread of its own: the CPU of the engine, in this process too, is not counted."""
 
     async def run() -> float:
-        engine = VllmEngine(address_of(served), 0)
+        engine = address_of(served).connect()
         await generate(engine, 3)
         best = 1.0
         for _ in range(3):
@@ -133,7 +132,7 @@ def test_an_engine_that_is_silent_while_requests_wait_is_lost(served: EngineInPr
     async def run() -> None:
         address = address_of(served)
         config = replace(address.config, vllm=replace(address.config.vllm, silence_timeout_s=0.1))
-        engine = VllmEngine(replace(address, config=config), 0)
+        engine = replace(address, config=config).connect()
         await generate(engine, 3)
         await asyncio.sleep(0.2)  # nothing is waited for
         await generate(engine, 3)
@@ -151,7 +150,7 @@ def test_an_engine_hands_out_tokens_while_it_generates(
     monkeypatch.setattr(StandInLLM, "answer", staticmethod(lambda prompt: [*range(3, 20), 2]))
 
     async def run() -> tuple[list[Any], Any, Any]:
-        engine, parts = VllmEngine(address_of(served), 0), []
+        engine, parts = address_of(served).connect(), []
         rest = await engine.generate(array("q", [3, 4]), SAMPLING, parts.append)
         whole = await engine.generate(array("q", [3, 4]), SAMPLING)
         await engine.close()
@@ -162,3 +161,29 @@ def test_an_engine_hands_out_tokens_while_it_generates(
     for name in ("tokens", "log_probs"):
         joined = [value for answer in (*parts, rest) for value in getattr(answer, name)]
         assert joined == getattr(whole, name).tolist()
+
+
+def sampled(**settings: Any) -> Sampling:
+    config = RolloutConfig(prompt_length=4, response_length=4)
+    return Sampling.of(config, {"eos_token_id": [2, 9], "pad_token_id": 0, **settings})
+
+
+def test_filters_are_passed_on_and_a_seed_only_if_requests_have_them() -> None:
+    settings = sampled(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2, response_length=3)
+    without = sampling_parameters(settings, seeded=False)
+    assert without == {
+        "max_tokens": 3,
+        "stop_token_ids": [2, 9],
+        "repetition_penalty": 1.2,
+        "temperature": 1.0,  # the logits are divided by 0.7 already
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.1,
+    }
+    assert sampling_parameters(replace(settings, seed=17), seeded=True) == without | {"seed": 17}
+    assert sampling_parameters(replace(settings, seed=-1), seeded=True) == without | {"seed": (1 << 63) - 1}
+
+
+def test_greedy_decoding_has_neither_seeds_nor_filters() -> None:
+    values = sampling_parameters(sampled(do_sample=False, top_p=0.5), seeded=True)
+    assert values["temperature"] == 0.0 and not values.keys() & {"seed", "top_p", "top_k", "min_p"}
