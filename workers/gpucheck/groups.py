@@ -110,12 +110,12 @@ def _actor_and_rollout(session: Session, *, over_nccl: bool) -> Iterator[tuple[A
         pool = stack.enter_context(RayResourcePool([1], max_colocate_count=1 if apart else 2))
         other = stack.enter_context(RayResourcePool([1])) if apart else pool
 
-        def started(role: str, pool: RayResourcePool, seed: int) -> Any:
-            config = session.scale.config(LAYERS[-1], seed=seed, response_length=session.scale.decoded)
+        def started(role: str, pool: RayResourcePool, seed: int, **rollout: Any) -> Any:
+            config = session.scale.config(LAYERS[-1], seed=seed, **rollout)
             variables = ranks_on_one_gpu(role) if over_nccl and not apart else {}
             return stack.enter_context(_group(config, role, pool, variables))
 
-        yield started("actor", pool, 1), started("rollout", other, 2)
+        yield started("actor", pool, 1), started("rollout", other, 2, response_length=session.scale.decoded)
 
 
 def colocated(session: Session) -> Iterator[Row]:
