@@ -20,7 +20,7 @@ import workers
 from parallel_state import simulated
 from tests import forking
 from tests.workers.parity import IN_BFLOAT16, LAYOUTS, OF_MANY_RANKS, QUANTITIES, TOLERANCES, differences
-from workers.gpucheck.cases import ROWS, STEPS
+from workers.parity.cases import ROWS, STEPS
 
 HEAD = """# Parity of the layouts with one process
 

@@ -91,7 +91,7 @@ def check_torch_without_gpu() -> None:
             DRIVER,
         )
         return
-    reason = _why_torch_has_no_gpu()
+    reason = why_torch_has_no_gpu()
     driver = DRIVER.read_text().splitlines()[0].removeprefix("NVRM version:").strip()
     raise ResourceError(
         f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use no GPU of this node, whose driver is {driver} "
@@ -104,7 +104,7 @@ def check_torch_without_gpu() -> None:
     )
 
 
-def _why_torch_has_no_gpu() -> str:
+def why_torch_has_no_gpu() -> str:
     """Return the first sentence of the error that torch raises when it initializes CUDA."""
     import torch
 

@@ -11,9 +11,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,14 +19,12 @@ import parallel_state.cpu
 
 parallel_state.cpu.install()  # before Megatron is imported
 
-from megatron.core.distributed import finalize_model_grads  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.utils import get_model_config  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from parallel_state import ParallelLayout  # noqa: E402
 from parallel_state.megatron import MegatronContext, initialize_distributed  # noqa: E402
 from workers.config import ModelConfig, OptimConfig, ParallelConfig  # noqa: E402
+from workers.gpucheck.plain_loop import plain_step  # noqa: E402
 from workers.model.build import build_model  # noqa: E402
 from workers.train.optimizer import make_optimizer, make_scheduler, wrap_for_training  # noqa: E402
 
@@ -67,53 +62,31 @@ class PlainLoop:
         self.context = MegatronContext(ParallelLayout(WORLD_SIZE, tp=PARALLEL.tp, pp=PARALLEL.pp), model.seed)
         with self.context.activate():
             self.model = wrap_for_training(build_model(model, PARALLEL, self.context), OPTIM, self.context.pg)
-            # Megatron's own, which divides by the tokens that count: the trainer of this project does that itself
-            get_model_config(self.model[0]).finalize_model_grads_func = finalize_model_grads
             self.optimizer = make_optimizer(self.model, OPTIM, self.context.pg)
             self.scheduler = make_scheduler(self.optimizer, OPTIM)
 
     def step(self, batch: dict[str, Tensor]) -> tuple[float, float]:
         """Make one optimizer step; return its loss (0 except on the last stage) and gradient norm."""
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
         group = self.context.pg.dp
-        mine = {name: column.chunk(group.size())[group.rank()] for name, column in batch.items()}
-        columns = zip(*(column.split(MICRO_BATCH) for column in mine.values()), strict=True)
-        micro_batches = [dict(zip(mine, rows, strict=True)) for rows in columns]
-        reports = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=self.model[0],
-            num_microbatches=len(micro_batches),
-            seq_length=self.config.max_sequence_length,
-            micro_batch_size=MICRO_BATCH,
-            forward_only=False,
+        ids, mask = (batch[name].chunk(group.size())[group.rank()] for name in ("input_ids", "loss_mask"))
+        counted = mask.roll(-1, 1).float()
+        counted[:, -1] = 0.0
+        columns = {
+            "input_ids": ids,
+            "position_ids": torch.arange(ids.size(1)).expand_as(ids),
+            "labels": ids.roll(-1, 1),
+            "loss_mask": counted,
+        }
+        parts = zip(*(column.split(MICRO_BATCH) for column in columns.values()), strict=True)
+        reports, norm = plain_step(
+            self.model[0], self.optimizer, [dict(zip(columns, part, strict=True)) for part in parts]
         )
-        made, norm, _ = self.optimizer.step()
-        assert made
         self.scheduler.step(1)
         if not reports:
             return 0.0, float(norm)
         total = torch.stack([report["loss"] for report in reports]).sum(0)
         dist.all_reduce(total, group=group)
         return float(total[0] / total[1]), float(norm)
-
-
-def forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    rows = next(batches)
-    ids, mask = rows["input_ids"], rows["loss_mask"]
-    labels = ids.roll(-1, 1)
-    counted = mask.roll(-1, 1).float()
-    counted[:, -1] = 0.0
-    positions = torch.arange(ids.size(1)).expand_as(ids)
-    return model(ids, positions, None, labels=labels), partial(loss, counted)
-
-
-def loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the cross entropy summed over the valid tokens, their number, and both to report."""
-    total, count = (losses.float() * mask).sum(), mask.sum()
-    return total, count.int(), {"loss": torch.stack((total.detach(), count))}
 
 
 def main() -> None:

@@ -51,6 +51,7 @@ ADVICE = {
 _PACKAGES = {"mcontroller": "mcontroller", "torch": "torch", "ray": "ray", "tensordict": "tensordict"} | {
     "megatron-core": "megatron.core",
     "transformer-engine": "transformer_engine",
+    "vllm": "vllm",
 }
 _REQUIRED = ("torch", "megatron-core", "tensordict")
 _ANSWER_TIMEOUT_S, _CONNECT_TIMEOUT_S = 300.0, 2.0

@@ -7,15 +7,14 @@ from typing import Any
 
 from parallel_state.layout import ParallelLayout
 
-_WHOLE_STAGES = {
+CUSTOM_SPLIT = {
     "pipeline_model_parallel_layout": None,
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
-    "recompute_num_layers": 1,
 }
-"""Fields that change if they are set."""
+"""Fields that divide the layers over the stages in another way than equally, and their defaults."""
 
 
 def fields_of_one_layer(config: Mapping[str, Any], layers: int, layout: ParallelLayout) -> dict[str, Any]:
@@ -29,9 +28,10 @@ def fields_of_one_layer(config: Mapping[str, Any], layers: int, layout: Parallel
     stages = layout.pp * (layout.vpp or 1)
     kept = [(stage + 1) * layers // stages - 1 for stage in range(stages)]
     changed: dict[str, Any] = {"num_layers": stages}
+    of_one_layer = CUSTOM_SPLIT | {"recompute_num_layers": 1}
     for name, value in config.items():
-        if name in _WHOLE_STAGES and value is not None:
-            changed[name] = _WHOLE_STAGES[name]
+        if name in of_one_layer and value is not None:
+            changed[name] = of_one_layer[name]
         elif isinstance(value, (list, tuple)) and len(value) == layers:
             changed[name] = [value[index] for index in kept]
     return changed

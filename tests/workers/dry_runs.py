@@ -27,7 +27,8 @@ from parallel_state.simulated import exchange, run_ranks
 from workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from workers.config import CriticConfig, LoraConfig, ModelConfig, ParallelConfig, RewardConfig
 from workers.dry_run import RoleCall
-from workers.gpucheck.policy import TINY_MODEL, actor_config, role_config
+from workers.gpucheck.scale import TINY_MODEL
+from workers.parity.roles import actor_config, role_config
 from workers.verify.roles import ModelRole, variant_of
 
 PROMPT, RESPONSE = 24, 40

@@ -12,11 +12,11 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from tests.ranks import run_ranks
-from workers.gpucheck import cases
-from workers.gpucheck import computed as ranks
-from workers.gpucheck.cases import DECISIVE, EXPERTS, ONE_PROCESS, SMALL, STEPS, Case
-from workers.gpucheck.computed import QUANTITIES, TOLERANCES, computed, scores, shard_of, workers_of
-from workers.gpucheck.policy import call
+from workers.parity import cases
+from workers.parity import computed as ranks
+from workers.parity.cases import DECISIVE, EXPERTS, ONE_PROCESS, SMALL, STEPS, Case
+from workers.parity.computed import QUANTITIES, TOLERANCES, computed, scores, shard_of, workers_of
+from workers.parity.roles import call
 
 __all__ = ["LAYOUTS", "QUANTITIES", "TOLERANCES", "computed", "differences"]
 
@@ -223,7 +223,7 @@ def _layout(name: str) -> Case:
 def differences(name: str, dtype: str, run: Callable[..., Any]) -> dict[str, float]:
     """Return the largest differences by quantity; ``run`` is ``run_ranks`` of simulated or forked ranks."""
     expected = _in_one_process(_layout(name).model, dtype, run)
-    return ranks.differences(expected, of_every_rank(name, dtype, run))
+    return ranks.differences([expected], of_every_rank(name, dtype, run))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from tests.workers.full_state import full_state_dict
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, load_config
 from workers.critic import CriticWorker
-from workers.gpucheck.cases import batch_columns, prompt_columns
+from workers.parity.cases import batch_columns, prompt_columns
 
 PROMPT, RESPONSE = 10, 6
 EOS, PAD, VOCAB = 1, 0, 61  # a vocabulary that tp does not divide

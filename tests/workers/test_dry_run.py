@@ -15,7 +15,8 @@ from parallel_state.dry_run.run import dry_run_of
 from tests.workers.dry_runs import CASES, PROMPT, RESPONSE, WIDE, compared, model_role
 from workers import ActorRolloutRefWorker
 from workers.dry_run import RoleCall
-from workers.gpucheck.policy import FULL, TINY_MODEL, actor_config
+from workers.gpucheck.scale import FULL, TINY_MODEL
+from workers.parity.roles import actor_config
 from workers.verify.roles import ModelRole, variant_of
 
 pytestmark = [

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from mcontroller.config.checks import check_at_least, check_one_of
 from mcontroller.errors import ConfigError
+from parallel_state.dry_run.one_layer import CUSTOM_SPLIT
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
 from workers.config.precision import check_precision, token_block
@@ -17,13 +18,6 @@ _OTHER_LAYERS = {
     "G": "roles build gated delta nets with model.provider=bridge alone; `verify` trains them in any program",
     "D": "sparse attention needs Transformer Engine",
 }
-_CUSTOM_SPLIT = (
-    "pipeline_model_parallel_layout",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
 
 # Fields of TransformerConfig, the only supported value, and the reason: with another value Megatron would silently
 # compute something else, or fail inside a layer.
@@ -275,7 +269,7 @@ def _check_layers(model: ModelConfig, parallel: ParallelConfig) -> None:
             key="parallel.vpp",
             value=parallel.vpp,
         )
-    custom = [name for name in _CUSTOM_SPLIT if model.transformer.get(name)]
+    custom = [name for name in CUSTOM_SPLIT if model.transformer.get(name)]
     if custom and parallel.pp == 1:
         key = f"model.transformer.{custom[0]}"
         raise ConfigError(
@@ -353,7 +347,7 @@ def _check_prediction(model: ModelConfig) -> None:
         check_at_least("model.transformer.mtp_num_layers", model.prediction_layers, 0)
     if not model.prediction_layers:
         return
-    others = {f"model.transformer.{name}": (model.transformer.get(name), None) for name in _CUSTOM_SPLIT}
+    others = {f"model.transformer.{name}": (model.transformer.get(name), None) for name in CUSTOM_SPLIT}
     if model.trains_prediction:
         others |= {
             "model.tie_embeddings": (model.tie_embeddings, "the last stage has a copy of the embedding beside them"),

@@ -2,6 +2,6 @@
 
 Status: run on one H100.
 
-``cases`` is the table that the parity tests share. Parts a to c of ``python -m mcontroller gpucheck`` need torch,
-tensordict and megatron-core alone. ``docs/gpu.md`` explains every row.
+Parts a to c and e of ``python -m mcontroller gpucheck`` need torch, tensordict and megatron-core alone. ``docs/gpu.md``
+explains every row.
 """

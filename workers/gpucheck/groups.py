@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,14 @@ from workers.config import ActorConfig
 from workers.config.vllm import VllmConfig
 from workers.generate.vllm.interpreter import has_vllm, interpreter_variables
 from workers.generate.vllm.start import engine_arguments, engine_environment, policy_folder
-from workers.gpucheck.cases import ONE_PROCESS, ROWS, STEPS, batch_columns
-from workers.gpucheck.computed import PROMPT, RESPONSE, computed, difference, drift_of
-from workers.gpucheck.equality import LAYERS, LIMITS, SIZES
-from workers.gpucheck.policy import GB, Session, actor_config, fastest, timed
-from workers.gpucheck.ranks import alone, ranks_on_one_gpu
-from workers.gpucheck.rows import Figure, Row, at_most, judged, skipped
+from workers.gpucheck.equality import LAYERS, LIMITS, SIZES, compared
+from workers.gpucheck.ranks import ranks_on_one_gpu, results_of
+from workers.gpucheck.rows import Figure, Row
+from workers.gpucheck.scale import GB, Session, fastest, timed
 from workers.memory.without_gpus import without_gpus
+from workers.parity.cases import ONE_PROCESS, ROWS, STEPS, batch_columns
+from workers.parity.computed import PROMPT, RESPONSE, computed, difference, drift_of
+from workers.parity.roles import actor_config
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
 
@@ -62,37 +63,33 @@ def _group(
 def worker(session: Session) -> Iterator[Row]:
     """Look at the process of a worker, compare its results with the CPU's, and look for what is left of it."""
     ranks, case = min(2, torch.cuda.device_count()), ONE_PROCESS["dense"]
-    [expected] = without_gpus(alone)([(computed, case, "float32", SIZES)])
+    [expected] = without_gpus(results_of)([(computed, case, "float32", SIZES)])
     free = torch.cuda.mem_get_info()[0]
     config = actor_config(case.settings("float32", SIZES) | {"parallel": {"tp": ranks}})
     with RayResourcePool([ranks]) as pool, _group(config, "actor", pool) as group:
-        process = group.execute_func_rank_zero(_probe)
-        needs_one = ranks > 1 and torch.cuda.get_device_capability() < (10, 0)
-        passed = process["right"] and process["forked"] and process["gpus"] == ranks
-        passed = passed and (not needs_one or process["connections"] == "1")
-        advice = "set CUDA_DEVICE_MAX_CONNECTIONS=1 in runtime_env, or see docs/gpu.md, 'The device of a worker'"
-        yield judged("variables", passed, f"a forked process that computes on {ranks} GPUs", advice, **process)
+        needed: dict[str, Figure] = {"computes": "True", "forked": "True", "gpus": ranks}
+        if ranks > 1 and torch.cuda.get_device_capability() < (10, 0):
+            needed["connections"] = "1"
+        yield Row("variables", group.execute_func_rank_zero(_probe), needed)
         batch = DataProto.from_dict(batch_columns(ROWS, PROMPT, RESPONSE, SIZES["vocab_size"]))
-        results = {"scores": _scores(group, batch)}
+        results = {"dp": 0, "scores": _scores(group, batch)}
         for _ in range(STEPS):
             group.update_actor(batch)
         results["after"] = _scores(group, batch)
-        for when, scores in results.items():
-            advice = "the rows of part a, which runs without Ray, pass or fail first"
-            yield at_most(f"{when} dense float32", difference(scores, expected[when]), LIMITS["float32"][when], advice)
+    limits = {name: LIMITS["float32"][name] for name in ("scores", "after")}
+    yield compared("scores and updates of a group", expected, [results], limits)
     deadline = time.monotonic() + 10
     while (left := (free - torch.cuda.mem_get_info()[0]) / GB) > 0.1 and time.monotonic() < deadline:
         time.sleep(0.1)
-    advice = "a process of the group still has memory: nvidia-smi lists it"
-    yield at_most("GPU bytes left after shutdown, GB", left, 0.1, advice)
+    yield Row("GPU memory after shutdown", {"left_gb": left}, {"left_gb": 0.1})
 
 
 def _probe() -> dict[str, Any]:
     """Compute on the GPU of a worker, and return what its process is like."""
     product = torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
     return {
-        "right": bool((product == 64).all()),
-        "forked": exits.record_of_this_process() is not None,
+        "computes": str(bool((product == 64).all())),
+        "forked": str(exits.record_of_this_process() is not None),
         "gpus": torch.cuda.device_count(),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
         "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set"),
@@ -105,61 +102,62 @@ def _scores(group: Any, batch: DataProto) -> torch.Tensor:
     return group.compute_log_prob(batch).tensors()["old_log_probs"]
 
 
+@contextlib.contextmanager
+def _actor_and_rollout(session: Session, *, over_nccl: bool) -> Iterator[tuple[Any, Any]]:
+    """Start an actor, and a rollout with other weights: on one GPU, but on two over NCCL if there are two."""
+    apart = over_nccl and torch.cuda.device_count() > 1
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(RayResourcePool([1], max_colocate_count=1 if apart else 2))
+        other = stack.enter_context(RayResourcePool([1])) if apart else pool
+
+        def started(role: str, pool: RayResourcePool, seed: int, **rollout: Any) -> Any:
+            config = session.scale.config(LAYERS[-1], seed=seed, **rollout)
+            variables = ranks_on_one_gpu(role) if over_nccl and not apart else {}
+            return stack.enter_context(_group(config, role, pool, variables))
+
+        yield started("actor", pool, 1), started("rollout", other, 2, response_length=session.scale.decoded)
+
+
 def colocated(session: Session) -> Iterator[Row]:
     """Send weights to a group on the same GPU, hand its memory over, and kill the group that receives."""
     scale, batch = session.scale, session.scale.batch()
-    rollout_config = scale.config(LAYERS[-1], seed=2, response_length=scale.decoded)
-    with (
-        RayResourcePool([1], max_colocate_count=2) as pool,
-        _group(scale.config(LAYERS[-1], seed=1), "actor", pool) as actor,
-        _group(rollout_config, "rollout", pool) as rollout,
-    ):
+    with _actor_and_rollout(session, over_nccl=False) as (actor, rollout):
         transfer = WeightTransfer(actor, rollout, timeout=120)
-        yield _sent(transfer, "initial weights", "cuda_ipc")
+        yield _sent("initial weights", transfer, "cuda_ipc")
         actor.update_actor(batch)
-        yield _sent(transfer, "updated weights", "cuda_ipc")
+        yield _sent("updated weights", transfer, "cuda_ipc")
         before = _scores(actor, batch)
         away, freed = timed(lambda: sum(actor.offload()))
         generating, _ = timed(rollout.generate_sequences, scale.prompts())
         rollout.offload()
         back, after = timed(_scores, actor, batch)
         figures = {"offload_s": away, "freed_gb": freed / GB, "generate_s": generating, "score_with_reload_s": back}
-        advice = "weights changed on their way"
-        yield at_most("hand-over: scores that differ", difference(after, before), 0.0, advice, **figures)
+        changed = {"difference": difference(after, before)}
+        yield Row("scores after a hand-over", changed | figures, {"difference": 0.0})
         yield _lost_peer("receiver killed", transfer, actor, rollout, signal.SIGKILL, 0.0)
 
 
 def nccl(session: Session) -> Iterator[Row]:
-    """Send weights over NCCL to another group, on another GPU if there is one, and stop the process that receives."""
-    scale, two = session.scale, torch.cuda.device_count() > 1
-    with contextlib.ExitStack() as stack:
-        pools = [RayResourcePool([1]) for _ in range(2)] if two else [RayResourcePool([1], max_colocate_count=2)] * 2
-
-        def started(role: str, seed: int) -> Any:
-            pool = stack.enter_context(pools.pop())
-            variables = {} if two else ranks_on_one_gpu(role)
-            return stack.enter_context(_group(scale.config(LAYERS[-1], seed=seed), role, pool, variables))
-
-        actor, rollout = started("actor", 1), started("rollout", 2)
+    """Send weights over NCCL to another group, and stop the process that receives."""
+    with _actor_and_rollout(session, over_nccl=True) as (actor, rollout):
         with WeightTransfer(actor, rollout, transport="process_group", timeout=120) as transfer:
-            yield _sent(transfer, "weights over NCCL", "process_group")
-        transfer = WeightTransfer(actor, rollout, transport="process_group", timeout=scale.stopped_s)
+            yield _sent("weights over NCCL", transfer, "process_group")
+        limit = session.scale.stopped_s
+        transfer = WeightTransfer(actor, rollout, transport="process_group", timeout=limit)
         pid = rollout.execute_func_rank_zero(os.getpid)
         try:
-            yield _lost_peer("NCCL to a stopped peer", transfer, actor, rollout, signal.SIGSTOP, scale.stopped_s)
+            yield _lost_peer("NCCL to a stopped peer", transfer, actor, rollout, signal.SIGSTOP, limit)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _sent(transfer: WeightTransfer, what: str, transport: str) -> Row:
+def _sent(name: str, transfer: WeightTransfer, transport: str) -> Row:
     """Send the weights; the transfer raises if their fingerprints differ."""
     report = transfer.run()
-    sent_gb = report.bytes_sent / GB
-    figures: dict[str, Figure] = {"transport": report.transport, "seconds": report.seconds, "sent_gb": sent_gb}
-    advice = "set no expandable_segments in PYTORCH_CUDA_ALLOC_CONF: docs/gpu.md, 'Weights between colocated groups'"
-    passed, rate = report.transport == transport, sent_gb / report.seconds
-    return judged(what, passed, f"all, by {transport}", advice, **figures, gb_per_s=rate)
+    sent = report.bytes_sent / GB
+    figures = {"seconds": report.seconds, "sent_gb": sent, "gb_per_s": sent / report.seconds}
+    return Row(name, {"transport": report.transport, **figures}, {"transport": transport})
 
 
 def _lost_peer(
@@ -167,29 +165,25 @@ def _lost_peer(
 ) -> Row:
     """Send a signal to the receiving process; the sender must get an error, and be usable for some time after it."""
     os.kill(target.execute_func_rank_zero(os.getpid), number)
-    started, error = time.monotonic(), "none"
+    started, error = time.monotonic(), ""
     try:
         transfer.run()
     except MControllerError as raised:  # of the transfer, or of the dead rank, whichever is noticed first
         error = str(raised).partition("\n")[0][:200]
-    seconds, survived = time.monotonic() - started, True
-    try:
-        while time.monotonic() < started + seconds + watched_s:
-            source.execute_func_rank_zero(os.getpid)
-            time.sleep(min(1.0, watched_s))
-        source.execute_func_rank_zero(_probe)
-    except MControllerError as died:
-        error, survived = f"{error}; then {died}"[:400], False
-    advice = "the sender died, or got no error: do not use this transport between groups that may lose a peer"
-    passed = survived and error != "none"
-    return judged(name, passed, "an error, and the sender lives", advice, error=error, until_error_s=seconds)
+    seconds = time.monotonic() - started
+    while time.monotonic() < started + 2 * seconds + watched_s:
+        source.execute_func_rank_zero(os.getpid)
+        time.sleep(min(1.0, watched_s))
+    source.execute_func_rank_zero(_probe)
+    return Row(name, {"error": error, "until_error_s": seconds, "raised": str(bool(error))}, {"raised": "True"})
 
 
 def engines(session: Session) -> Iterator[Row]:
     """Generate beside a loaded actor, with Megatron's layers and with vLLM."""
     for engine in ("megatron", "vllm"):
         if engine == "vllm" and not has_vllm(session.vllm_python):
-            yield skipped("vllm", f"{session.vllm_python} has no vllm: pass --vllm-python")
+            reason = f"{session.vllm_python} has no vllm: pass --vllm-python"
+            yield Row("vllm", {"error": reason}, is_skipped=True)
             continue
         settings: dict[str, Any] = {
             "engine": engine,
@@ -200,17 +194,19 @@ def engines(session: Session) -> Iterator[Row]:
         config, started = session.scale.config(LAYERS[-1], **settings), time.monotonic()
         with RayResourcePool([1]) as pool, _group(config, "actor_rollout", pool) as policy:
             yield Row(f"{engine}: start", {"seconds": time.monotonic() - started})
-            rate = yield from _engine_rows(engine, policy, session)
+            yield from _updates(engine, policy, session)
+            seconds, sampled = fastest(policy.generate_sequences, session.scale.prompts())
+        figures = {"tokens_per_s": int(sampled.batch["response_mask"].sum()) / seconds}
+        limits = {}
         if engine == "vllm":
-            yield _beside_bare_vllm(config, rate, session)
+            bare = _bare_vllm(config, session)
+            figures |= {"bare_tokens_per_s": bare, "bare_by_this": bare / figures["tokens_per_s"]}
+            limits = {"bare_by_this": 1 / 0.95}
+        yield Row(f"{engine}: sampled tokens", figures, limits)
 
 
-def _engine_rows(engine: str, policy: Any, session: Session) -> Generator[Row, None, float]:
-    """Update the policy, and compare what the engine generates with its scores, and after it slept.
-
-    Returns:
-        Tokens per second of sampling.
-    """
+def _updates(engine: str, policy: Any, session: Session) -> Iterator[Row]:
+    """Update the policy, and compare what the engine generates with its scores, and after it slept."""
     greedy = session.scale.prompts(do_sample=False)
     trained = policy.generate_sequences(greedy)
     trained = trained.union(policy.compute_log_prob(trained))
@@ -225,17 +221,12 @@ def _engine_rows(engine: str, policy: Any, session: Session) -> Generator[Row, N
         figures = {"sent_gb": sent / GB, "seconds": seconds, "gb_per_s": sent / GB / seconds}
         yield Row(f"{engine}: update", {**figures, "device_copy_gb_per_s": copied})
     drift = drift_of(again, policy.compute_log_prob(again))
-    advice = "the engine computes other log-probabilities than the policy"
-    limit = 2 * LIMITS["bfloat16"]["scores"]  # 28 layers round more than part a's four: 0.018 on an H100
-    yield at_most(f"{engine}: log-probabilities after an update", drift, limit, advice)
+    # 28 layers round more than the four of part a: 0.018 on an H100
+    yield Row(f"{engine}: log-probabilities after an update", {"difference": drift}, {"difference": 4e-2})
     policy.offload()
     awake, after = timed(policy.generate_sequences, greedy)
     differ = int((after.batch["responses"] != again.batch["responses"]).any(1).sum())  # of the same batch
-    yield at_most(f"{engine}: rows that differ after sleep", differ, 0, "the engine lost its weights", wake_s=awake)
-    seconds, sampled = fastest(policy.generate_sequences, session.scale.prompts())
-    tokens_per_s = int(sampled.batch["response_mask"].sum()) / seconds
-    yield Row(f"{engine}: sampled tokens", {"tokens_per_s": tokens_per_s})
-    return tokens_per_s
+    yield Row(f"{engine}: rows that differ after sleep", {"rows": differ, "wake_s": awake}, {"rows": 0})
 
 
 def _first(value: Any) -> float:
@@ -248,8 +239,8 @@ def _device_copy_gb_per_s() -> float:
     return source.nbytes / GB / seconds
 
 
-def _beside_bare_vllm(config: ActorConfig, tokens_per_s: float, session: Session) -> Row:
-    """Compare tokens per second with those of vLLM alone, on the same prompts, with the same lengths and sampling."""
+def _bare_vllm(config: ActorConfig, session: Session) -> float:
+    """Return the tokens per second of vLLM alone, on the same prompts, with the same lengths and sampling."""
     columns = session.scale.prompts().tensors()
     pairs = zip(columns["input_ids"], columns["attention_mask"], strict=True)
     engine = engine_arguments(config, str(policy_folder(config)), 0.6)
@@ -261,16 +252,12 @@ def _beside_bare_vllm(config: ActorConfig, tokens_per_s: float, session: Session
         [session.vllm_python, str(Path(__file__).with_name("bare_vllm.py"))],
         input=json.dumps(given),
         env=interpreter_variables(session.vllm_python) | variables,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         timeout=600.0,
+        check=True,
     )
-    if done.returncode:
-        return judged("vllm: beside vLLM alone", False, "vLLM runs alone", done.stderr[-400:])
-    bare = float(done.stdout.split()[-1])
-    advice = "the way to the engine and back takes more than 5% of generation"
-    figures = {"tokens_per_s": tokens_per_s, "bare_tokens_per_s": bare, "ratio": tokens_per_s / bare}
-    return judged("vllm: beside vLLM alone", tokens_per_s >= 0.95 * bare, "at least 0.95", advice, **figures)
+    return float(done.stdout.split()[-1])
 
 
 CHECKS = (worker, colocated, engines, nccl)

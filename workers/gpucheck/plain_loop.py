@@ -1,66 +1,54 @@
-"""A loop over Megatron's schedule without this project's trainer: what an update is compared with."""
+"""A step of Megatron's schedule without this project's trainer: what the project's updates are compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
-from torch import Tensor, nn
+from torch import Tensor
 
-from mcontroller import DataProto
+MicroBatch = dict[str, Any]
+"""``input_ids``, ``position_ids``, ``labels`` and ``loss_mask``; of packed rows ``packed_seq_params`` too."""
 
 
-def plain_step(worker: Any, batch: DataProto, packed: int) -> Callable[[], None]:
-    """Return a function that makes one optimizer step with a clipped policy loss, on a rank that has the whole model.
+def plain_step(model: Any, optimizer: Any, micro_batches: Sequence[MicroBatch]) -> tuple[list[dict[str, Tensor]], Any]:
+    """Make one optimizer step with the cross entropy of the labels, and return the reports and the gradient norm.
 
     Args:
-        worker: an actor with a model that is trained.
-        batch: with the columns of an update; all rows have all their tokens.
-        packed: rows that are computed as one sequence; it divides the rows of the batch.
+        model: the chunk of this rank, wrapped for data parallelism.
+        optimizer: of the model.
+        micro_batches: of one shape.
     """
-    [model], optimizer, device = worker.model, worker.state.optimizer, worker.device
-    columns = {name: column.to(device).split(packed) for name, column in batch.tensors().items()}
-    micro_batches = [dict(zip(columns, rows, strict=True)) for rows in zip(*columns.values(), strict=True)]
-    length = micro_batches[0]["input_ids"].size(1)
-    first = length - micro_batches[0]["responses"].size(1)
-    bounds = torch.arange(packed + 1, dtype=torch.int32, device=device) * length
-    sequences = PackedSeqParams("thd", bounds, bounds, None, None, length, length)
-    positions = torch.arange(length, device=device).repeat(packed)[None]
-
-    def forward(micro_batches: Iterator[dict[str, Tensor]], chunk: nn.Module) -> tuple[Tensor, Any]:
-        rows = next(micro_batches)
-        ids = rows["input_ids"]
-        labels = ids.roll(-1, 1).flatten()[None]
-        losses = chunk(ids.flatten()[None], positions, None, labels=labels, packed_seq_params=sequences)
-        return losses, partial(loss, rows)
-
-    def loss(rows: dict[str, Tensor], losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        log_probs = -losses.float().view(packed, length)[:, first - 1 : -1]
-        ratio = (log_probs - rows["old_log_probs"]).exp()
-        gain, clipped = ratio * rows["advantages"], ratio.clamp(0.8, 1.2) * rows["advantages"]
-        total = (torch.maximum(-gain, -clipped) * rows["response_mask"]).sum()
-        return total, rows["response_mask"].sum().int(), {"loss": total.detach()}
-
-    def step() -> None:
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(micro_batches),
-            model=model,
-            num_microbatches=len(micro_batches),
-            seq_length=packed * length,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        optimizer.step()
-
     # Megatron's own, which divides by the tokens that count: the trainer of this project does that itself.
     get_model_config(model).finalize_model_grads_func = finalize_model_grads
-    return step
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    rows, length = micro_batches[0]["input_ids"].shape
+    reports = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter(micro_batches),
+        model=model,
+        num_microbatches=len(micro_batches),
+        seq_length=length,
+        micro_batch_size=rows,
+        forward_only=False,
+    )
+    _, norm, _ = optimizer.step()
+    return reports, norm
+
+
+def _forward_step(micro_batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+    inputs = dict(next(micro_batches))
+    mask = inputs.pop("loss_mask")
+    return model(attention_mask=None, **inputs), partial(_loss, mask)
+
+
+def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the cross entropy summed over the tokens that count, their number, and both to report."""
+    total, count = (losses.float() * mask).sum(), mask.sum()
+    return total, count.int(), {"loss": torch.stack((total.detach(), count))}

@@ -1,17 +1,18 @@
-"""Rows: what was checked, its figures, the limit, and the result. Each is a line of JSON as soon as it is known."""
+"""Rows: what was checked, its figures and their limits. Each is a line of JSON as soon as it is known."""
 
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TextIO
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 Figure = float | int | str
+NO_ERROR = {"error": "none"}
+"""Limits of a row whose figure ``error`` says what was raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,36 +22,37 @@ class Row:
     Attributes:
         name: what was checked.
         figures: what was measured, by name; the names end in units.
-        limit: what the figures are compared with; empty if they are only reported.
-        result: of the comparison: ``passed``, ``failed`` or ``skipped``.
-        reason: why the row was skipped or failed, and what to do.
-        part: the part that it belongs to.
-        seconds: since the row before.
+        limits: by figure, the largest number that it may have, or the text that it must have.
+        is_skipped: whether it was not checked; a figure says why.
     """
 
     name: str
-    figures: dict[str, Figure] = field(default_factory=dict)
-    limit: str = ""
-    result: str = PASSED
-    reason: str = ""
-    part: str = ""
-    seconds: float = 0.0
+    figures: Mapping[str, Figure]
+    limits: Mapping[str, Figure] = field(default_factory=dict)
+    is_skipped: bool = False
+
+    @property
+    def result(self) -> str:
+        """``passed``, ``failed`` or ``skipped``. NaN and infinity are above every limit."""
+        if self.is_skipped:
+            return SKIPPED
+        return PASSED if all(_within(self.figures[name], limit) for name, limit in self.limits.items()) else FAILED
+
+    def line(self) -> str:
+        """Return the name and the figures with their limits."""
+        texts = [
+            f"{name} {_text(figure)}" + (f" (limit {_text(self.limits[name])})" if name in self.limits else "")
+            for name, figure in self.figures.items()
+        ]
+        return f"{self.name:40} {', '.join(texts)}"
 
 
-def judged(name: str, passed: bool, limit: str, advice: str, **figures: Figure) -> Row:
-    """Return a row that passed or failed; ``advice`` is its reason if it failed."""
-    return Row(name, figures, limit, PASSED if passed else FAILED, "" if passed else advice)
+def _within(figure: Figure, limit: Figure) -> bool:
+    return figure == limit if isinstance(figure, str) or isinstance(limit, str) else figure <= limit
 
 
-def at_most(name: str, value: float, limit: float, advice: str, **figures: Figure) -> Row:
-    """Return a row that passed if ``value`` is a number of at most ``limit``; NaN and infinity are not."""
-    passed = math.isfinite(value) and value <= limit
-    return judged(name, passed, f"at most {limit:g}", advice, value=value, **figures)
-
-
-def skipped(name: str, reason: str) -> Row:
-    """Return a row that was not checked."""
-    return Row(name, result=SKIPPED, reason=reason)
+def _text(figure: Figure) -> str:
+    return f"{figure:.3g}" if isinstance(figure, float) else str(figure)
 
 
 class Report:
@@ -61,7 +63,7 @@ class Report:
     """
 
     def __init__(self, output: TextIO) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[tuple[str, Row]] = []
         self._output, self._last = output, time.monotonic()
 
     def add_all(self, part: str, name: str, rows: Iterable[Row]) -> None:
@@ -70,29 +72,25 @@ class Report:
             for row in rows:
                 self._add(part, row)
         except Exception as error:  # what else is broken matters as much
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:400]
-            self._add(part, Row(name, result=FAILED, reason=reason))
+            text = f"{type(error).__name__}: {error}".partition("\n")[0][:400]
+            self._add(part, Row(name, {"error": text}, NO_ERROR))
 
     def _add(self, part: str, row: Row) -> None:
         now = time.monotonic()
-        self.rows.append(replace(row, part=part, seconds=round(now - self._last, 2)))
+        values = {"part": part, "name": row.name, "result": row.result, "figures": row.figures, "limits": row.limits}
+        print(json.dumps(values | {"seconds": round(now - self._last, 2)}), file=self._output, flush=True)
+        self.rows.append((part, row))
         self._last = now
-        print(json.dumps(asdict(self.rows[-1])), file=self._output, flush=True)
 
     @property
     def status(self) -> int:
         """1 if a row failed or nothing was checked, otherwise 0."""
-        results = {row.result for row in self.rows}
+        results = {row.result for _, row in self.rows}
         return int(FAILED in results or PASSED not in results)
 
     def table(self) -> str:
-        """Return the rows as a table, with the reason below a row, and the number of rows by result."""
-        lines = []
-        for row in self.rows:
-            figures = [f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in row.figures.items()]
-            limit = f" ({row.limit})" if row.limit else ""
-            lines.append(f"{row.part:2} {row.result:8} {row.name:40} {', '.join(figures)}".rstrip() + limit)
-            lines += [f"   {row.reason}"] if row.reason else []
-        counts = Counter(row.result for row in self.rows)
+        """Return the rows as a table, and the number of rows by result."""
+        lines = [f"{part} {row.result:8} {row.line()}" for part, row in self.rows]
+        counts = Counter(row.result for _, row in self.rows)
         numbers = ", ".join(f"{counts[result]} {result}" for result in (PASSED, FAILED, SKIPPED))
-        return "\n".join([*lines, f"{len(self.rows)} rows: {numbers}"])
+        return "\n".join([*lines, f"{len(self.rows)} rows: {numbers}; docs/gpu.md: what to do if a row fails"])

@@ -3,9 +3,9 @@
 Prints a line of JSON for each row as soon as it is known, and at the end a table on standard error. The status is 0 if
 no row failed, 1 if one did or nothing was checked, and 2 if there is no GPU that torch can use.
 
-part a: versions, and scores, tokens, updates and checkpoints of the parity cases against the CPU
-part b: peak memory and speed of an update, beside Megatron alone, and of decoding, with a model of 1.7B parameters
-part c: offload and reload, FP8, save and load, with the same model
+part a: versions, and scores, tokens and updates of the parity cases against the CPU
+part b: peak memory and speed of an update, beside Megatron alone, with a model of 1.7B parameters
+part c: FP8, offload and reload, save and load, with the same model
 part d: groups on Ray: worker processes, two groups on one GPU, engines, NCCL; the other parts do without Ray
 part e: layouts over NCCL against one process, also with several ranks on one GPU; checkpoints between layouts
 
@@ -29,15 +29,15 @@ from pathlib import Path
 import torch
 
 from workers.gpucheck import equality, machine, size
-from workers.gpucheck.policy import Session
-from workers.gpucheck.rows import Report, Row, skipped
+from workers.gpucheck.rows import Report, Row
+from workers.gpucheck.scale import Session
 
 UNUSABLE = 2
 """Exit status if there is no GPU, or an argument is wrong."""
 _CHECKS = {
-    "a": (machine.versions, equality.parity, equality.checkpoints),
-    "b": (size.memory, size.decoding),
-    "c": (size.offload, size.fp8, size.saves),
+    "a": (machine.versions, equality.parity),
+    "b": (size.memory,),
+    "c": (size.precisions, size.saves),
     "e": (equality.layouts,),
 }
 
@@ -80,7 +80,8 @@ def _run_part(part: str, session: Session, report: Report) -> None:
     running: AbstractContextManager[None] = nullcontext()
     if part == "d":
         if missing := [name for name in ("ray", "zmq") if find_spec(name) is None]:
-            report.add_all(part, "Ray", [skipped("Ray", f"{' and '.join(missing)} cannot be imported")])
+            reason = f"{' and '.join(missing)} cannot be imported"
+            report.add_all(part, "Ray", [Row("Ray", {"error": reason}, is_skipped=True)])
             return
         from workers.gpucheck import groups
 

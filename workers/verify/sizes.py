@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from parallel_state.dry_run.one_layer import fields_of_one_layer
+from parallel_state.dry_run.one_layer import CUSTOM_SPLIT, fields_of_one_layer
 from parallel_state.layout import ParallelLayout
 from workers.config import ModelConfig
 
@@ -15,10 +15,8 @@ _VOCABULARY, _LENGTH, _EXPERTS = 64, 32, 8
 _WIDTHS = ("moe_shared_expert_intermediate_size",)
 # Splits of layers over stages that hold for the numbers of the large model only, and what changes the precision.
 _DROPPED = (
-    "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "fp8", "fp8_recipe", "fp8_param",
-    "fp4", "fp4_recipe", "first_last_layers_bf16", "cpu_offloading", "fine_grained_activation_offloading",
-    "offload_modules",
+    *CUSTOM_SPLIT, "fp8", "fp8_recipe", "fp8_param", "fp4", "fp4_recipe", "first_last_layers_bf16", "cpu_offloading",
+    "fine_grained_activation_offloading", "offload_modules",
 )  # fmt: skip
 
 

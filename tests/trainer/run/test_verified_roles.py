@@ -24,8 +24,8 @@ from trainer.run.model_roles import role_programs
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig
 from workers.critic import CriticWorker
-from workers.gpucheck.cases import MODELS, SMALL
 from workers.model.value_head import ValueHead
+from workers.parity.cases import MODELS, SMALL
 from workers.train import scorer, trainer
 from workers.verify.roles import ModelRole, RoleProgram
 from workers.verify.sizes import small_layout

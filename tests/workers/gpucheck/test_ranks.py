@@ -8,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from workers.gpucheck.cases import Case
 from workers.gpucheck.ranks import on_ranks
+from workers.parity.cases import Case
 
 pytestmark = pytest.mark.processes
 
@@ -45,6 +45,9 @@ def test_jobs_after_one_that_fails_run_on_ranks_of_their_number() -> None:
     assert one == [[0]] and two == [[0, 1], [0, 1]]
 
 
-def test_a_rank_that_hangs_outside_of_collectives_is_ended_and_named_with_its_line() -> None:
-    [late] = on_ranks([(sleep_on_rank_zero, Case(2))], job_s=25.0)
-    assert isinstance(late, str) and "25 s" in late and "rank 0 was ended in sleep_on_rank_zero" in late
+def test_a_rank_that_hangs_outside_of_collectives_ends_and_its_line_is_written(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    [late] = on_ranks([(sleep_on_rank_zero, Case(2))], job_s=5.0)
+    assert isinstance(late, str) and late.startswith("rank ")
+    assert "in sleep_on_rank_zero" in capfd.readouterr().err

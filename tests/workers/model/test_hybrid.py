@@ -23,8 +23,8 @@ from tests.workers.test_from_megatron import ARGUMENTS
 from workers import model_config_from_megatron
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.from_hf import model_config_from_hf
-from workers.gpucheck.cases import MODELS, SMALL
 from workers.model.transformer_config import transformer_config
+from workers.parity.cases import MODELS, SMALL
 from workers.weights.hf.model import export_hf
 
 HYBRID = len(language_models()) > 1

@@ -1,42 +1,22 @@
-"""A policy in this process, driven without Ray: its sizes, its batches, and the time of its calls."""
+"""The model of parts b to d, its batches, and the time of calls."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from mcontroller import DataProto
-from workers.actor import ActorRolloutRefWorker
-from workers.config import ActorConfig, ModelConfig, OptimConfig, ParallelConfig, RolloutConfig
-from workers.gpucheck.cases import SMALL, prompt_columns
+from workers.config import ActorConfig
+from workers.parity.cases import SMALL, prompt_columns
+from workers.parity.roles import TOKENS, actor_config
 from workers.verify.roles import rows_of_role
 
-_Config = TypeVar("_Config")
-TOKENS = {"eos_token_id": 1, "pad_token_id": 0}
-"""The ids that sampling needs."""
 GB = 2**30
-
-
-def actor_config(settings: Mapping[str, Any]) -> ActorConfig:
-    """Return the configuration of an actor without clipping, from nested fields, without omegaconf.
-
-    Args:
-        settings: fields of ActorConfig, such as ``Case.settings`` returns, with ``rollout``.
-    """
-    rollout = RolloutConfig(**settings.get("rollout", {}))
-    return role_config(ActorConfig, {"clip_ratio": 100.0, **settings, "rollout": rollout})
-
-
-def role_config(kind: type[_Config], settings: Mapping[str, Any]) -> _Config:
-    """Return a configuration of this kind from nested fields, without omegaconf."""
-    types = {"model": ModelConfig, "parallel": ParallelConfig, "optim": OptimConfig}
-    return kind(**{**settings, **{name: made(**settings.get(name, {})) for name, made in types.items()}})
 
 
 @dataclass(frozen=True)
@@ -161,23 +141,6 @@ class Session:
     def scale(self) -> Scale:
         """Sizes of the model of parts b to d."""
         return TINY if self.tiny else FULL
-
-
-@contextlib.contextmanager
-def policy(config: ActorConfig, role: str = "actor") -> Iterator[ActorRolloutRefWorker]:
-    """Start an actor on one rank, in this process, and destroy its process groups at exit."""
-    worker = ActorRolloutRefWorker(config, role)
-    call(worker, "init_model")
-    try:
-        yield worker
-    finally:
-        worker.context.destroy()
-
-
-def call(worker: Any, method: str, *arguments: Any) -> Any:
-    """Call a method of a worker as a group does."""
-    with worker.call_context(method):
-        return getattr(worker, method)(*arguments)
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:

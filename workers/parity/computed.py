@@ -6,9 +6,10 @@ The parity tests run it on simulated and forked ranks; ``gpucheck`` on a GPU, on
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from mcontroller import DataProto
 from workers.actor import ActorRolloutRefWorker
 from workers.config import CriticConfig
 from workers.critic import CriticWorker
-from workers.gpucheck.cases import DECISIVE, EXPERTS, ROWS, SMALL, STEPS, Case, batch_columns, prompt_columns
-from workers.gpucheck.policy import TOKENS, actor_config, call, role_config
+from workers.parity.cases import DECISIVE, EXPERTS, ROWS, SMALL, STEPS, Case, batch_columns, prompt_columns
+from workers.parity.roles import TOKENS, actor_config, call, role_config
 from workers.weights.shards import named_shards
 from workers.weights.whole_tensors import WholeTensors
 
@@ -30,13 +31,14 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
 """Largest accepted difference between a layout and one process of the same devices."""
 
 
-def computed(case: Case, dtype: str, sizes: Mapping[str, Any] = SMALL) -> dict[str, Any]:
+def computed(case: Case, dtype: str, sizes: Mapping[str, Any] = SMALL, generates: bool = False) -> dict[str, Any]:
     """Score and train an actor and a critic on this rank of torch.distributed.
 
     Args:
         case: with as many ranks as torch.distributed has.
         dtype: of the models.
         sizes: fields of ModelConfig.
+        generates: whether to generate before the updates, on one rank: see ``_generated``.
 
     Returns:
         ``backend`` of the ranks; ``dp``, the rank's coordinate; ``scores`` and ``values`` before the updates, and the
@@ -46,6 +48,7 @@ def computed(case: Case, dtype: str, sizes: Mapping[str, Any] = SMALL) -> dict[s
     """
     policy, value = workers_of(case, dtype, sizes)
     shard = shard_of(policy, sizes)
+    tokens = _generated(policy, sizes) if generates else {}
     before, values = scores(policy, shard), call(value, "compute_values", shard)
     reports = []
     for _ in range(STEPS):
@@ -67,35 +70,30 @@ def computed(case: Case, dtype: str, sizes: Mapping[str, Any] = SMALL) -> dict[s
         "loss": torch.tensor(losses),
         "gradient norm": torch.tensor(norms),
         "weights": weights if policy.rank == 0 else None,
+        **tokens,
     }
 
 
-def generated(case: Case, dtype: str, sizes: Mapping[str, Any] = SMALL) -> dict[str, Any]:
-    """Generate with an actor on one rank.
+def _generated(policy: ActorRolloutRefWorker, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``greedy`` and ``sampled`` tokens, and ``generation``.
 
-    Returns:
-        ``greedy`` and ``sampled`` tokens, and ``generation against scoring``: the mean difference between the
-        log-probabilities of greedy tokens that generation and scoring return.
+    That is the mean difference between the log-probabilities of greedy tokens that generation and scoring return.
     """
-    policy, _ = workers_of(case, dtype, sizes)
     columns = prompt_columns(ROWS, PROMPT, sizes["vocab_size"])
     prompts = DataProto.from_dict(columns, meta_info=TOKENS | {"do_sample": False})
     greedy = call(policy, "generate_sequences", prompts)
     drift = drift_of(greedy, call(policy, "compute_log_prob", greedy))
     prompts.meta_info = TOKENS | {"top_p": 0.9, "top_k": 50, "n": 2}
     sampled = call(policy, "generate_sequences", prompts)
-    return {
-        "greedy": greedy.batch["responses"].cpu(),
-        "sampled": sampled.batch["responses"].cpu(),
-        "generation against scoring": drift,
-    }
+    responses = {"greedy": greedy.batch["responses"].cpu(), "sampled": sampled.batch["responses"].cpu()}
+    return responses | {"generation": drift}
 
 
 def at_checkpoint(case: Case, dtype: str, sizes: Mapping[str, Any], path: str, load: bool) -> dict[str, Any]:
     """Load a checkpoint, or save one after an update.
 
     Returns:
-        ``dp``, the rank's coordinate; ``scores`` then, and after another update, ``[2, rows, response]`` of its shard,
+        ``dp``, the rank's coordinate; ``scores`` then, and ``after`` another update, ``[rows, response]`` of its shard,
         None except on the last stage.
     """
     policy, _ = workers_of(case, dtype, sizes)
@@ -107,9 +105,7 @@ def at_checkpoint(case: Case, dtype: str, sizes: Mapping[str, Any], path: str, l
         call(policy, "save_checkpoint", path, 1)
     before = scores(policy, shard)
     call(policy, "update_actor", shard)
-    after = scores(policy, shard)
-    both = None if before is None or after is None else torch.stack([before, after])
-    return {"dp": policy.context.pg.dp.rank(), "scores": both}
+    return {"dp": policy.context.pg.dp.rank(), "scores": before, "after": scores(policy, shard)}
 
 
 def workers_of(case: Case, dtype: str, sizes: Mapping[str, Any]) -> tuple[ActorRolloutRefWorker, CriticWorker]:
@@ -151,48 +147,84 @@ def drift_of(generated: DataProto, scored: DataProto) -> float:
     return float((difference * mask).abs().sum() / mask.sum())
 
 
-def differences(expected: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return, by quantity, the largest absolute difference to one process, over elements, steps and ranks.
+def differences(
+    expected: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]], figures: Iterable[str] = QUANTITIES
+) -> dict[str, float]:
+    """Return how far ranks are from expected ones: keys of ``COMPARED``, the largest over elements, steps and ranks.
 
-    Differences of gradient norms above 1 are divided by the norm. NaN differs from every number by NaN.
+    NaN differs from every number by NaN; tensors of other shapes or names differ by infinity.
 
     Args:
-        expected: what one process ``computed``.
-        ranks: what every rank of a layout did.
+        expected: what every rank of one layout computed, usually one process.
+        ranks: what every rank of another one did.
+        figures: the keys.
     """
     shards = 1 + max(rank["dp"] for rank in ranks)
-    by_quantity: dict[str, list[float]] = {quantity: [] for quantity in QUANTITIES}
-    for rank in ranks:
-        for quantity, values in by_quantity.items():
+    largest_by_figure = {}
+    for figure in figures:
+        quantity, compare = COMPARED[figure]
+        by_shard = {rank["dp"]: rank[quantity] for rank in expected if rank[quantity] is not None}
+        values = []
+        for rank in ranks:
             if rank[quantity] is not None:
-                whole = expected[quantity]
-                mine = whole.chunk(shards)[rank["dp"]] if quantity in ("scores", "values") else whole
-                values.append(difference(rank[quantity], mine, relative=quantity == "gradient norm"))
-    return {quantity: largest(values) for quantity, values in by_quantity.items()}
-
-
-def difference(some: Any, other: Any, *, relative: bool = False) -> float:
-    """Return the largest difference of two tensors, or of two dicts of tensors; infinite if shapes or names differ.
-
-    Args:
-        some: the one.
-        other: the other.
-        relative: divide by what ``other`` has, if it is above 1.
-    """
-    if isinstance(some, dict):
-        if some.keys() != other.keys():
-            return float("inf")
-        return largest([difference(some[name], other[name]) for name in some])
-    if some.shape != other.shape:
-        return float("inf")
-    scale = other.double().abs().clamp(min=1) if relative else 1.0
-    return float(((some.double() - other.double()).abs() / scale).max())
+                whole = by_shard[0]
+                if quantity in _OF_ROWS:
+                    whole = torch.cat([by_shard[shard] for shard in sorted(by_shard)]).chunk(shards)[rank["dp"]]
+                values.append(compare(rank[quantity], whole))
+        largest_by_figure[figure] = largest(values)
+    return largest_by_figure
 
 
 def largest(values: Iterable[float]) -> float:
     """Return the largest of the values; NaN if one is NaN, or if there is none."""
     tensor = torch.tensor(list(values), dtype=torch.float64)
     return float(tensor.max()) if len(tensor) else float("nan")
+
+
+def difference(some: Any, other: Any) -> float:
+    """Return the largest absolute difference of two tensors, or of two dicts of tensors."""
+    if isinstance(some, dict):
+        if some.keys() != other.keys():
+            return math.inf
+        return largest([difference(some[name], other[name]) for name in some])
+    return math.inf if some.shape != other.shape else float((some.double() - other.double()).abs().max())
+
+
+def _relative_difference(some: Tensor, other: Tensor) -> float:
+    """Return the largest difference, divided by values of ``other`` that are above 1."""
+    scale = other.double().abs().clamp(min=1)
+    return difference(some / scale, other / scale)
+
+
+def mean_difference(some: Tensor, other: Tensor) -> float:
+    """Return the mean difference of elements that are not 0, which is padding.
+
+    In little precision, a token that is nearly as close to another expert may go there: single ones differ by more.
+    """
+    if some.shape != other.shape:
+        return math.inf
+    return float((some.double() - other.double()).abs().sum() / (other != 0).sum().clamp(min=1))
+
+
+def _rows_that_differ(some: Tensor, other: Tensor) -> float:
+    return len(other) if some.shape != other.shape else int((some != other).any(1).sum())
+
+
+_OF_ROWS = ("scores", "values", "after")
+COMPARED: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
+    "scores": ("scores", difference),
+    "values": ("values", difference),
+    "loss": ("loss", difference),
+    "gradient norm": ("gradient norm", _relative_difference),
+    "weights": ("weights", difference),
+    "after": ("after", difference),
+    "mean of scores": ("scores", mean_difference),
+    "mean after": ("after", mean_difference),
+    "greedy": ("greedy", _rows_that_differ),
+    "sampled": ("sampled", _rows_that_differ),
+    "generation": ("generation", lambda some, _: some),  # beside the scores of the same device
+}
+"""Figure -> the quantity that ranks computed, and how far two of them are from each other."""
 
 
 def _whole_weights(worker: Any) -> dict[str, Tensor]:
