@@ -26,6 +26,7 @@ class Result:
         failure: the error of a program that cannot be verified at this commit.
         files: hashes of the files that the result depends on, by their paths in the checkout; those of the program by
             their absolute paths.
+        called: the functions that were called, by the paths in ``files``; a file without an entry counts as a whole.
     """
 
     fingerprint: str = ""
@@ -34,6 +35,7 @@ class Result:
     seconds: float = 0.0
     failure: str = ""
     files: dict[str, str] = field(default_factory=dict)
+    called: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def differing(self) -> list[str]:
