@@ -21,7 +21,9 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+import psutil
 
 from mcontroller.ray.warm_start import exits
 from mcontroller.ray.warm_start.client import WARM_IMPORTS, folder_path
@@ -31,6 +33,9 @@ LIBRARIES = ("ray._private.workers.default_worker", "numpy", "torch", "tensordic
 
 IDLE_SECONDS = 120.0
 """The parent ends after this time without a worker."""
+
+AGENTS_S = 3.0
+"""[s] Time for Ray's agents to report that their raylet has ended, and to end: they notice it after 2 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,8 @@ class Parent:
         files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
         self._loaded = [file for file in files if file and os.path.exists(file)]
         self._loaded_at = self._times()
-        self._selector.register(self._raylet, selectors.EVENT_READ, sys.exit)
+        self._agents = [child for child in psutil.Process(raylet).children() if child.name().endswith("Agent")]
+        self._selector.register(self._raylet, selectors.EVENT_READ, self._end)
         _check_that_forks_are_safe()
         self._path = f"{folder_path(folder)}/{key}.sock"
         self._exits = exits.path_of(folder_path(folder), key)
@@ -98,6 +104,13 @@ class Parent:
                 worker: WorkerCommand | None = key.data()
                 if worker is not None:
                     return worker
+        sys.exit()
+
+    def _end(self) -> NoReturn:
+        """End with the raylet, and end its agents: if the head node ended too, they try to reach it for a minute."""
+        for agent in psutil.wait_procs(self._agents, timeout=AGENTS_S)[1]:
+            with contextlib.suppress(psutil.Error):
+                agent.kill()
         sys.exit()
 
     def _retire(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mcontroller.ray.warm_start import client
@@ -254,12 +256,18 @@ def test_another_parent_is_started_if_the_first_was_killed(start: Start) -> None
 
 
 @pytest.mark.processes
-def test_a_parent_ends_with_the_raylet(start: Start) -> None:
-    with subprocess.Popen(["sleep", "600"]) as raylet:
-        worker = finish(start(RAY_RAYLET_PID=str(raylet.pid)))
-        assert worker["forked"]
-        raylet.kill()
+def test_a_parent_ends_with_the_raylet_and_with_its_agents(start: Start, tmp_path: Path) -> None:
+    agent = tmp_path / "ray::RuntimeEnvAgent"
+    agent.symlink_to(str(shutil.which("sleep")))
+    other = subprocess.Popen(["sh", "-c", '"$0" 600 & wait', str(agent)])
+    wait_until(lambda: [child.name() for child in psutil.Process(other.pid).children()] == [agent.name])
+    [child] = psutil.Process(other.pid).children()
+    worker = finish(start(RAY_RAYLET_PID=str(other.pid)))
+    assert worker["forked"]
+    other.kill()
+    other.wait()
     wait_until(lambda: not running(worker["parent"]))
+    wait_until(lambda: not running(child.pid), seconds=1.0)
 
 
 def running(pid: int) -> bool:
