@@ -213,7 +213,7 @@ def generated_from_few(parallel: dict[str, Any], rows: int) -> DataProto | None:
     assert registration is not None
     group = worker.context.pg.dp
     partition = split_rows(rows, group.size(), padding=registration.rows.padding)
-    return worker.generate_sequences(prompts(rows, SAMPLED | {"n": 2})[partition.rows(group.rank())])
+    return worker.generate_sequences(prompts(rows, SAMPLED | {"n": 2})[list(partition.shards[group.rank()])])
 
 
 @pytest.mark.simulated
