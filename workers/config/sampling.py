@@ -43,13 +43,14 @@ def checked_setting(name: str, value: Any) -> Any:
     return kind(value) if is_of_kind and rule(value) else None
 
 
-def check_setting(key: str, name: str, value: Any) -> Any:
+def check_setting(key: str, name: str, value: Any, shown: str = "") -> Any:
     """Return the value of a setting as ``checked_setting`` does.
 
     Args:
         key: for the error.
         name: of ``SETTINGS``.
         value: of any type.
+        shown: what the error calls it, if that is not the key.
 
     Raises:
         ConfigError: its type or value is wrong.
@@ -58,5 +59,7 @@ def check_setting(key: str, name: str, value: Any) -> Any:
     if checked is None:
         kind, _, rule = SETTINGS[name]
         greedy = "; for greedy decoding set do_sample=False" if name == "temperature" else ""
-        raise ConfigError(f"{key} is {value!r}; expected {kind.__name__}, {rule}{greedy}", key=key, value=value)
+        raise ConfigError(
+            f"{shown or key} is {value!r}; expected {kind.__name__}, {rule}{greedy}", key=key, value=value
+        )
     return checked

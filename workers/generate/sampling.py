@@ -95,7 +95,10 @@ class Sampling:
             )
         check_near_names(meta_info, (*OF_BATCHES, "eos_token_id", "pad_token_id"), "generation")
         sampling = cls(
-            **{name: check_setting(name, name, meta_info.get(name, getattr(config, name))) for name in OF_BATCHES},
+            **{
+                name: check_setting(name, name, meta_info.get(name, getattr(config, name)), f"meta_info[{name!r}]")
+                for name in OF_BATCHES
+            },
             eos_token_ids=_token_ids("eos_token_id", meta_info["eos_token_id"]),
             pad_token_id=_token_id("pad_token_id", meta_info["pad_token_id"]),
         )
