@@ -15,11 +15,9 @@ from mcontroller.errors import MControllerError
 from parallel_state import ParallelLayout, Topology
 from tests.fuzzing import fuzz, only_errors_of_this_project
 
-SIZES = st.integers(-2, 9) | st.sampled_from([2.0, 1.5, float("nan"), True, None, "2", 10**30, [2], {}])
+SIZES = st.integers(-2, 9) | st.sampled_from([2.0, 1.5, float("nan"), True, None, "2", [2], {}])
 AXES = st.sampled_from(["tp", "cp", "ep", "dp", "pp", "edp", "TP", "", "x", None, 1, ("tp",), 2.5])
-ORDERS = st.sampled_from(["tp-cp-ep-dp-pp", "tp-dp", "tp-tp", "-", "", "pp-dp-cp-tp", None, 3, ["tp"]]) | st.text(
-    alphabet="tpcde-", max_size=12
-)
+ORDERS = st.sampled_from(["tp-cp-ep-dp-pp", "tp-dp", "tp-tp", "-", "", "pp-dp-cp-tp"]) | st.text("tpcde-", max_size=12)
 COLUMNS = st.sampled_from(
     [
         torch.zeros(2),
@@ -43,7 +41,12 @@ NAMES = st.sampled_from(["a", "b", "", 1, None, ("a", "b"), "response_mask"])
 
 
 @fuzz
-@given(SIZES, st.dictionaries(st.sampled_from(["tp", "pp", "cp", "ep", "etp", "vpp", "order"]), SIZES | ORDERS))
+@given(
+    SIZES,
+    st.fixed_dictionaries(
+        {}, optional=dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "vpp"), SIZES) | {"order": ORDERS}
+    ),
+)
 def test_a_layout(world_size: Any, axes: dict[str, Any]) -> None:
     def use() -> None:
         layout = ParallelLayout(world_size, **axes)

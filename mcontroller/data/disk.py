@@ -74,15 +74,15 @@ def load_batch(filepath: str | os.PathLike[str]) -> Parts:
     try:
         with torch.serialization.safe_globals(_SAFE_GLOBALS):
             content = torch.load(filepath, map_location="cpu", weights_only=True)
+        if _FORMAT.items() <= content.items():
+            batch = content["batch"]
+            return None if batch is None else _tensordict(*batch), content["non_tensor_batch"], content["meta_info"]
     except OSError:
         raise
     except Exception as error:  # of many types, and torch's text advises to load the file nevertheless
         text = f"{os.fspath(filepath)} is not a saved DataProto, or damaged: {type(error).__name__}"
         raise DataError(text, path=filepath) from error
-    if not (isinstance(content, dict) and _FORMAT.items() <= content.items()):
-        raise DataError(f"{os.fspath(filepath)} is not a saved DataProto of {_FORMAT}", path=filepath)
-    batch = content["batch"]
-    return None if batch is None else _tensordict(*batch), content["non_tensor_batch"], content["meta_info"]
+    raise DataError(f"{os.fspath(filepath)} is not a saved DataProto of {_FORMAT}", path=filepath)
 
 
 def _columns(batch: Any, location: str) -> tuple[dict[str, Any], tuple[int, ...]]:

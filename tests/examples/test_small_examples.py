@@ -32,7 +32,7 @@ def test_a_rollout_in_another_layout_generates_with_the_weights_of_the_actor(
     ray_for_programs: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert two_layouts_one_pool.main() > 0.9
-    assert "actor (2 ranks) -> rollout (2 ranks) by process_group" in capsys.readouterr().out
+    assert " bytes by process_group in " in capsys.readouterr().out
 
 
 def test_two_roles_in_one_process_train_as_in_two(ray_for_programs: None, capsys: pytest.CaptureFixture[str]) -> None:
