@@ -99,9 +99,9 @@ class Output(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Pass what was written to the system."""
+        """Pass what was written to the system. Of a closed stream nothing is left: also when this is collected."""
         stream = self._target()
-        if stream is not None and not self._failed:
+        if stream is not None and not self._failed and not stream.closed:
             try:
                 stream.flush()
             except (OSError, ValueError) as error:
