@@ -44,7 +44,9 @@ class GroupState(enum.Enum):
     STARTING = "starting"
     """Not all workers are constructed."""
     READY = "ready"
-    """The workers can be called."""
+    """No call of this controller is in flight."""
+    BUSY = "busy"
+    """Calls of this controller are in flight."""
     BROKEN = "broken"
     """The processes were ended because of a failure, which the group knows. A restart starts others."""
     RESTARTING = "restarting"
@@ -55,7 +57,7 @@ class GroupState(enum.Enum):
 
 _NEXT = {
     GroupState.STARTING: {GroupState.READY, GroupState.BROKEN, GroupState.ENDED},
-    GroupState.READY: {GroupState.BROKEN, GroupState.ENDED},
+    GroupState.READY: {GroupState.BROKEN, GroupState.ENDED},  # or busy, which follows from the calls in flight
     GroupState.BROKEN: {GroupState.RESTARTING},
     GroupState.RESTARTING: {GroupState.BROKEN, GroupState.ENDED},
     GroupState.ENDED: set[GroupState](),

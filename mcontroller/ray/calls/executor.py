@@ -24,10 +24,12 @@ from typing_extensions import Buffer
 from mcontroller.channel.controller import CallOrder, Hub, ask, notify, notify_from_finalizer
 from mcontroller.channel.wire import CallHeader, Place, pack_call, unpack_answer
 from mcontroller.errors import CallRejected, DataError, GroupBroken, GroupError, ResourceError, WorkerDied
+from mcontroller.ray.calls.hangs import stopped_ranks
 from mcontroller.ray.calls.supervision import (
     LOST_SECONDS,
     QUERY_SECONDS,
     VALUES_LATE,
+    CallState,
     SentCall,
     Supervision,
     error_of_process,
@@ -47,6 +49,9 @@ from mcontroller.transport import Arguments, Deferred
 
 PLACE_SECONDS = 0.5
 """Time between two looks whether rank 0, which was asked for a place, still exists."""
+
+STOPPED_SECONDS = 2.0
+"""Time between two looks at the processes that ``before_shutdown`` waits for, and for their answers."""
 
 
 class RayExecutor:
@@ -122,6 +127,8 @@ class RayExecutor:
                 places = places or processes.order.assign(processes.hub.name, number, call.ranks)
                 messages = self._messages(call, min(supervision.calls, default=number), places, arguments, encoded)
                 supervision.calls[number] = call
+                if keep:
+                    supervision.keeping.add(call)
                 processes.hub.send(messages)
             except BaseException as error:
                 text = f"{type(error).__name__} while {self.role}.{method} was being sent: {len(call.sent)} of "
@@ -219,7 +226,8 @@ class RayExecutor:
 
         Raises:
             WorkerError: a worker's ``before_shutdown`` raised; the processes have been ended all the same.
-            CallTimeout: ``before_shutdown`` did not return in time; the processes have been ended all the same.
+            CallTimeout: ``before_shutdown`` did not return in time, or a process is stopped by a signal; the processes
+                have been ended all the same.
             ResourceError: processes could not be ended. They keep their slots; a second call tries again.
         """
         processes = self.processes
@@ -232,11 +240,36 @@ class RayExecutor:
                     with contextlib.suppress(GroupBroken, WorkerDied):  # it broke since the look
                         call = of_process.submit("before_shutdown", nothing, (), timeout=timeout)
             if call is not None:
-                with contextlib.suppress(WorkerDied):
-                    call.check()
+                for keeping in tuple(processes.supervision.keeping):
+                    _read_before_end(keeping, call)
+                _await_end(call)
         finally:
             processes.handles.end()
             processes.handles.check_ended(processes.name)
+
+
+def _read_before_end(keeping: GroupCall, last: GroupCall) -> None:
+    """Read the values that the processes keep, before ``last`` is due, but not of a process that is stopped."""
+    while not keeping.read_before_end(last.remaining(STOPPED_SECONDS) or 0.0):
+        _break_if_stopped(last, keeping.ranks)
+        if last.remaining() == 0.0:
+            return
+
+
+def _break_if_stopped(call: GroupCall, ranks: Sequence[int]) -> None:
+    if stopped_ranks(call.supervision.handles.infos, ranks, STOPPED_SECONDS):
+        call.end_late(time.monotonic() - call.started)
+        call.check()
+
+
+def _await_end(call: GroupCall) -> None:
+    """Wait for ``before_shutdown`` of all workers, but not for a process that is stopped by a signal."""
+    with contextlib.suppress(WorkerDied):
+        while (left := call.remaining()) is None or left > STOPPED_SECONDS:
+            if call.wait(STOPPED_SECONDS):
+                break
+            _break_if_stopped(call, sorted(call.pending))
+        call.check()
 
 
 class GroupProcesses:
@@ -309,9 +342,7 @@ class GroupProcesses:
         """Return whether no call runs, of this controller or another, on a group that works."""
         if not self.handles.ended:
             self.hub.wait(lambda: True, 0)  # receive what has arrived
-        if self.handles.ended or self.handles.state is not GroupState.READY:
-            return False
-        if self.supervision.calls or self.supervision.failures:
+        if self.supervision.state is not GroupState.READY or self.supervision.failures:
             return False
         if not self.supervision.detached:
             return True
@@ -424,6 +455,7 @@ class GroupCall(SentCall):
         """Cancel the call on all ranks if none has started it; otherwise all run it, and the values are dropped."""
         if self._values is not None or self.error is not None:
             return
+        self.cancelled = self.state is not CallState.ANSWERED
         self.error = GroupError(f"{self.role}.{self.method} was cancelled", role=self.role, method=self.method)
         if self._handles.ended:
             return
@@ -434,6 +466,21 @@ class GroupCall(SentCall):
             on_all = all(answer is not None and answer[0] for answer in answers)
         finally:  # a rank that prepared and gets no decision would wait forever
             notify(addresses, "commit", self._caller, self.number, on_all)
+
+    def read_before_end(self, timeout: float) -> bool:
+        """Read values that the processes keep, because they are about to be ended; return whether all are read.
+
+        Args:
+            timeout: seconds to wait for them.
+        """
+        if self.keep and self._values is None and self.state is CallState.ANSWERED:
+            try:
+                self._values = fetch(self.parts, timeout)
+            except ValuesLate:
+                return False
+            except (GroupError, ArgumentFailed):  # the reader gets the reason why the group ended
+                pass
+        return True
 
     @property
     def parts(self) -> list[Any]:

@@ -10,13 +10,15 @@ for answers. One sleeps until something happens: a process that this one can see
 reports the end of one, or a connection is lost. The other asks every process regularly whether it answers, and finds
 out about those that do not: they are stopped, or in native code that holds the interpreter, or their node is silent.
 
-The states of a group are in ``process_handles``; those of a connection, and what follows them:
+The states of a group are in ``process_handles``; those of a call and of a connection, and what follows them:
 
-| state | next |
-|---|---|
-| established | lost |
-| lost | restored; after ``RECONNECT_SECONDS`` the group breaks |
-| restored | established, when the calls without an answer were sent again; lost |
+| of | state | next |
+|---|---|---|
+| a call | sent | running with the first answer; failed; cancelled |
+| | running | answered with the last one; failed; cancelled |
+| a connection | established | lost |
+| | lost | restored; after ``RECONNECT_SECONDS`` the group breaks |
+| | restored | established, when the calls without an answer were sent again; lost |
 """
 
 from __future__ import annotations
@@ -84,6 +86,21 @@ _logger = logging.getLogger(__name__)
 # ---- a call ---------------------------------------------------------------------------------------------------------
 
 
+class CallState(enum.Enum):
+    """The state of a call, as far as the controller knows it."""
+
+    SENT = "sent"
+    """No rank has answered."""
+    RUNNING = "running"
+    """A rank has answered, others have not; or the first cause of a failure is still looked for."""
+    ANSWERED = "answered"
+    """Every rank has answered, with a value."""
+    FAILED = "failed"
+    """It has an error. If every rank has rejected it, the group is usable."""
+    CANCELLED = "cancelled"
+    """Its caller has cancelled it: all ranks run it or none, and its values are dropped."""
+
+
 class SentCall(ABC):
     """A call and the ranks that have not answered it yet, as supervision sees it; ``GroupCall`` reads its values.
 
@@ -103,6 +120,7 @@ class SentCall(ABC):
         held: what must exist until all have answered: the handles and references in its arguments.
         rejections: the errors of the ranks that have rejected it before they changed anything, by rank.
         rejected_since: when the first rank rejected it, by ``time.monotonic``.
+        cancelled: whether its caller has cancelled it.
         error: what every read of the result raises.
     """
 
@@ -124,11 +142,23 @@ class SentCall(ABC):
         self.held: list[Any] = []
         self.rejections: dict[int, CallRejected] = {}
         self.rejected_since = 0.0
+        self.cancelled = False
         self.error: GroupError | None = None
 
     @abstractmethod
     def add(self, rank: int, data: Buffer, frames: Sequence[Buffer], stored: bool) -> None:
         """Keep the answer of a rank until it is read; if it is in the object store, until it is released there."""
+
+    @property
+    def state(self) -> CallState:
+        """The state of the call."""
+        if self.cancelled:
+            return CallState.CANCELLED
+        if self.error is not None:
+            return CallState.FAILED
+        if self.failing or self.pending:
+            return CallState.SENT if len(self.pending) == len(self.ranks) else CallState.RUNNING
+        return CallState.ANSWERED
 
     def remaining(self, timeout: float | None = None) -> float | None:
         """Return the seconds until the deadline, or ``timeout`` if that is less; None for no limit."""
@@ -210,6 +240,7 @@ class Supervision:
     Attributes:
         coordinates: index on each axis, by role and rank, as far as known.
         calls: the calls in flight, by number.
+        keeping: calls whose values the processes keep, as long as the calls exist.
         failures: the call, the rank and the error of each failure whose cause is looked for.
         earlier: the processes that these have replaced, with the failures that explain why their values are lost.
     """
@@ -218,6 +249,7 @@ class Supervision:
         self.name, self.handles, self.hub, self.detached = name, handles, hub, detached
         self.coordinates: dict[str, Sequence[Mapping[str, int]]] = {}
         self.calls: dict[int, SentCall] = {}
+        self.keeping: weakref.WeakSet[Any] = weakref.WeakSet()
         self.failures: list[tuple[SentCall | None, int, BaseException]] = []
         self.earlier: list[ProcessHandles] = []
         self._connections: dict[int, tuple[Connection, float]] = {}  # and since when it was lost
@@ -238,6 +270,14 @@ class Supervision:
             (_watch_answers, itself, self.handles.infos, self.handles.options),
         ):
             threading.Thread(target=watch, args=arguments, name=watch.__name__, daemon=True).start()
+
+    @property
+    def state(self) -> GroupState:
+        """The state of the group."""
+        state = self.handles.state
+        if self.handles.ended and self.handles.cause is None:  # with the Ray cluster
+            return GroupState.ENDED
+        return GroupState.BUSY if state is GroupState.READY and self.calls else state
 
     def check(self, role: str) -> None:
         """Raise GroupBroken if the group is broken, or its cause if that happened between calls and is not known yet.
@@ -426,7 +466,10 @@ class Supervision:
         actors = {handle.actor for handle in late.handles}
         group = next((group for group in [self, *_living] if actors & set(group.handles.actor_ids)), self)
         ranks = [rank for rank, actor in enumerate(group.handles.actor_ids) if actor in actors]
-        return group.time_out(group.name, "an earlier call", ranks, ranks, timeout, VALUES_LATE)
+        numbers = {handle.number for handle in late.handles}
+        known = next((call for call in tuple(group.keeping) if call.number in numbers), None)
+        role, method = (known.role, known.method) if known else (group.name, "an earlier call")
+        return group.time_out(role, method, ranks, ranks, timeout, VALUES_LATE)
 
     # ---- the first cause ---------------------------------------------------------------------------------------------
 

@@ -149,15 +149,15 @@ def test_a_future_is_not_fetched_by_the_controller_on_its_way(
     assert len(set(fetched)) == 1  # the last call
 
 
-def test_a_result_that_was_not_read_ends_with_its_group(ray_cluster: None) -> None:
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+def test_a_result_that_was_not_read_is_readable_after_shutdown(ray_cluster: None, elements: int) -> None:
     pool = RayResourcePool([2], use_gpu=False, name_prefix="ending")
     init, topology = RayClassWithInitArgs(Batches), Topology.from_layout(ParallelLayout(2))
     group = RayWorkerGroup(pool, init, name_prefix="ending", topology=topology)
-    result = group.same_later(batch(SMALL))
+    result = group.same_later(batch(elements))
     assert result.wait(60)
     group.shutdown()
-    with pytest.raises(GroupError):
-        result.get()
+    assert result.get() == batch(elements)
 
 
 def test_nothing_stays_in_shared_memory_after_a_group(groups: dict[str, RayWorkerGroup]) -> None:

@@ -63,6 +63,16 @@ def test_values_of_a_stopped_rank_end_at_the_deadline_of_get(pool: RayResourcePo
     assert caught.value.ranks == (1,) and pool.holders == []
 
 
+def test_shutdown_does_not_wait_for_the_values_of_a_stopped_rank(pool: RayResourcePool, start: Start) -> None:
+    group = start("rows", Chained)
+    future = group.passed.options(blocking=False)(rows())
+    assert future.wait(60)
+    with stopped(group.pid()[1]), pytest.raises(CallTimeout) as caught:
+        group.shutdown()
+    assert caught.value.ranks == (1,)
+    assert pool.holders == []
+
+
 def test_a_detached_group_with_a_stopped_rank_0_ends_at_the_deadline(ray_cluster: None) -> None:
     with RayResourcePool([2], use_gpu=False, name_prefix="lasting", detached=True) as pool:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="lasting", detached=True)

@@ -59,9 +59,9 @@ def test_a_restarted_group_knows_why_values_of_earlier_processes_are_lost(monkey
     executor.fail(FIRST)
     executor.restart()
     assert executor.processes is second and executor.broken is None
-    assert first.handles.state is GroupState.ENDED
+    assert first.supervision.state is GroupState.ENDED
     executor.restart()  # of a group that works
-    assert executor.processes is third and third.handles.state is GroupState.READY
+    assert executor.processes is third and third.supervision.state is GroupState.READY
     assert third.supervision.error_for("first") is FIRST
     assert isinstance(third.supervision.error_for("second"), GroupError)
     third.handles.end()
