@@ -278,7 +278,7 @@ class Topology:
             max_rows: the largest number of rows of a table; rows in the middle of a longer one are left out.
 
         Raises:
-            TopologyError: ``by`` is ``"node"``, and the nodes are not known.
+            TopologyError: another value of ``by``, or ``"node"`` if the nodes are not known.
         """
         return topology_text(self.sizes, self.columns, vpp=self.vpp, nodes=self.nodes, by=by, max_rows=max_rows)
 
