@@ -93,8 +93,10 @@ class Topology:
             nodes: the node of every rank, by rank.
 
         Raises:
-            TopologyError: there is not one node for each rank.
+            TopologyError: ``layout`` is of another type, or there is not one node for each rank.
         """
+        if not isinstance(layout, ParallelLayout):
+            raise TopologyError(f"layout is {layout!r}; expected a ParallelLayout, as in ParallelLayout(8, tp=2)")
         columns = {axis: layout.column(axis) for axis in layout.sizes}
         return cls(layout.world_size, layout.sizes, columns, vpp=layout.vpp, nodes=nodes)
 
