@@ -35,8 +35,10 @@ def topology_text(
         max_rows: the largest number of rows of a table; rows in the middle of a longer one are left out.
 
     Raises:
-        TopologyError: ``"node"`` without nodes.
+        TopologyError: another value of ``by``, or ``"node"`` without nodes.
     """
+    if by not in (None, "stage", "node", "rank"):
+        raise TopologyError(f"describe(by={by!r}): expected 'stage', 'node' or 'rank'", by=by)
     if by == "node" and nodes is None:
         raise TopologyError("describe(by='node'): the nodes of these ranks are not known; use 'stage' or 'rank'", by=by)
     blocks = [_headline(sizes, columns, vpp)]

@@ -93,8 +93,10 @@ class Topology:
             nodes: the node of every rank, by rank.
 
         Raises:
-            TopologyError: there is not one node for each rank.
+            TopologyError: ``layout`` is of another type, or there is not one node for each rank.
         """
+        if not isinstance(layout, ParallelLayout):
+            raise TopologyError(f"layout is {layout!r}; expected a ParallelLayout, as in ParallelLayout(8, tp=2)")
         columns = {axis: layout.column(axis) for axis in layout.sizes}
         return cls(layout.world_size, layout.sizes, columns, vpp=layout.vpp, nodes=nodes)
 
@@ -278,7 +280,7 @@ class Topology:
             max_rows: the largest number of rows of a table; rows in the middle of a longer one are left out.
 
         Raises:
-            TopologyError: ``by`` is ``"node"``, and the nodes are not known.
+            TopologyError: another value of ``by``, or ``"node"`` if the nodes are not known.
         """
         return topology_text(self.sizes, self.columns, vpp=self.vpp, nodes=self.nodes, by=by, max_rows=max_rows)
 

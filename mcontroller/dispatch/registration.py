@@ -38,7 +38,7 @@ class Registration:
         changes_rows: whether the method may return another number of rows than it got.
 
     Raises:
-        DispatchError: ``timeout`` is not a positive number.
+        DispatchError: ``execute_mode`` is no member of Execute, or ``timeout`` is not a positive number.
     """
 
     dispatch_mode: DispatchSpec
@@ -50,6 +50,11 @@ class Registration:
     changes_rows: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.execute_mode, Execute):  # Dispatch.RANK_ZERO would run on all ranks
+            raise DispatchError(
+                f"execute_mode is {self.execute_mode!r}; expected Execute.ALL or Execute.RANK_ZERO",
+                execute_mode=self.execute_mode,
+            )
         check_timeout(self.timeout)
 
 

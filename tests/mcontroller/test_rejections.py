@@ -179,6 +179,8 @@ def test_wrong_classes_and_layouts_are_rejected() -> None:
         RayClassWithInitArgs(Model, wieght=1)
     with pytest.raises(LayoutError):
         LocalWorkerGroup(Model, "8")  # type: ignore[arg-type]
+    with pytest.raises(TopologyError):
+        mock_worker_group(Model, "8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
         ChannelOptions(ports=(20000,))  # type: ignore[arg-type]
     for sizes in (3, 0, [], [4, 0], [2, 1]):

@@ -134,6 +134,7 @@ INVALID_QUERIES: list[tuple[Any, dict[str, Any]]] = [
     ),
     (lambda topology: topology.coordinates(8), {"rank": 8}),
     (lambda topology: topology.describe(by="node"), {"by": "node"}),
+    (lambda topology: topology.describe(by="dp"), {"by": "dp"}),
 ]
 
 

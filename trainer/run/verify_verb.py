@@ -165,6 +165,9 @@ def _parts(arguments: argparse.Namespace) -> list[_Part]:
         text = f"script_program({arguments.program!r}, {arguments.rest!r}, shrinks={shrinks})[0]"
         return [_Part("", program, [layout], (imports, text))]
     if not arguments.program.endswith((".yaml", ".yml")):
+        if arguments.rest:
+            text = f"{arguments.program} is a Program, and takes no {' '.join(arguments.rest)}: pass --layouts"
+            raise VerifyError(text, given=arguments.rest)
         source = "from parallel_state.verify.program import load_program", f"load_program({arguments.program!r})"
         return [_Part("", load_program(arguments.program), (), source)]
     from trainer.run.config import read_run_config

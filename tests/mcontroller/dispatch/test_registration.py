@@ -113,6 +113,7 @@ def test_an_override_of_a_delegated_method_may_call_it() -> None:
         {"dispatch_mode": "DP_COMPUTE"},
         {"dispatch_mode": {"dispatch_fn": print}},
         {"dispatch_mode": {"dispatch_fn": print, "collect_fn": 3}},
+        {"execute_mode": Dispatch.RANK_ZERO},
         {"padding": "left"},
     ],
 )

@@ -48,6 +48,8 @@ def test_a_difference_is_printed_and_failure(capsys: pytest.CaptureFixture[str],
 def test_bad_input_is_one_line_and_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["verify", "no_such_file.py:program"]) == 1
     assert capsys.readouterr().err == "mcontroller verify: VerifyError: there is no file no_such_file.py\n"
+    assert main(["verify", GPT, "tp=2"]) == 1
+    assert "VerifyError" in capsys.readouterr().err
     file = str(tmp_path / "missing" / "file")
     wrong = dict.fromkeys(("--json", "--save", "--shrink", "--report", "--record"), file)
     for option, value in (wrong | dict.fromkeys(("--steps", "--ranks", "--every"), "0")).items():
