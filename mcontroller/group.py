@@ -104,15 +104,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
             TopologyError: the mode names an axis that the group's topology does not have.
         """
         spec = self.registration.dispatch_mode
-        if spec.in_worker_only:
-            raise DispatchError(
-                f"{self.group.name}.{self.name} is registered as {spec}: the rollout engine calls it on the worker "
-                "itself, never through a group; register it with another mode to dispatch it",
-                role=self.group.name,
-                method=self.name,
-                mode=spec.name,
-            )
-        if self.registration.execute_mode is Execute.RANK_ZERO:
+        if self.registration.execute_mode is Execute.RANK_ZERO and not spec.in_worker_only:
             spec = Dispatch.RANK_ZERO
         topology = self.group.topology_for(spec)
         try:

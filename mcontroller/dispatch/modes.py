@@ -367,8 +367,15 @@ def plan(spec: DispatchSpec, topology: Topology, ranks: Collection[int] | None =
 
     Raises:
         TopologyError: the topology does not have an axis that the mode names.
-        DispatchError: no rank would return a shard's result, or ``ranks`` contains a rank that does not exist.
+        DispatchError: no rank would return a shard's result, ``ranks`` contains a rank that does not exist, or methods
+            of the mode are never called through a group.
     """
+    if spec.in_worker_only:
+        raise DispatchError(
+            f"methods of mode {spec} are called on the worker itself by the rollout engine, never through a group; "
+            "register the method with another mode to dispatch it",
+            mode=spec.name,
+        )
     return _plan(spec, topology, None if ranks is None else tuple(sorted(ranks)))
 
 

@@ -32,8 +32,8 @@ def test_long_tables_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-5:]] == ["0", "1", "2", "..", "63"]
 
 
-@pytest.mark.parametrize("mode", ["megatron_compute", "something"])
-def test_a_mode_that_does_not_exist_is_rejected(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("mode", ["megatron_compute", "something", "DIRECT_ROLLOUT_METHOD"])
+def test_a_mode_without_a_plan_is_rejected(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--world-size", "2", "--mode", mode]) == 1
     printed = capsys.readouterr()
     assert mode in printed.err and printed.out == ""
