@@ -53,20 +53,6 @@ def test_a_mixture_resumes_with_another_batch_size_at_its_next_row() -> None:
     assert [mixture[index]["name"] for index in (0, 9, 10, 13)] == ["a0", "a9", "b0", "b3"]
 
 
-def test_rows_that_wait_are_read_first_and_the_position_is_the_rest() -> None:
-    rows = named("r", 40)
-    stream, in_order = BatchStream(rows, 4, seed=1), names_of(BatchStream(rows, 40, seed=1), range(1))
-    stream.resume(7, 20, pending=[3, 5, 11, 12, 17], earlier={2: [8, 9]})
-    assert [in_order.index(name) for name in names_of(stream, range(7, 10))] == [3, 5, 11, 12, 17, *range(20, 27)]
-    assert [(stream.position(index), [*stream.pending(index)]) for index in range(7, 11)] == [
-        (20, [3, 5, 11, 12, 17]),
-        (20, [17]),
-        (23, []),
-        (27, []),
-    ]
-    assert stream.rows(2) == [8, 9] and [stream.rows_before(index) for index in (7, 8, 9)] == [15, 19, 23]
-
-
 @pytest.mark.parametrize(("rows", "epochs", "steps"), [(96, 1, 2), (100, 2, 4), (96, 3, 6)])
 def test_a_run_ends_after_its_epochs(rows: int, epochs: int, steps: int) -> None:
     """Of 100 rows, a pass has two batches of 48, and leaves 4 rows out."""

@@ -93,8 +93,7 @@ class BatchStream:
     The rows left at the end of a pass that do not fill a batch are dropped. A ``Mixture`` has no end of a pass.
 
     The position of a row is its place in the sequence of all passes, which depends on the data and the seed, and not on
-    the size of batches. A run that resumes continues after the set of rows that were read: those before a position, but
-    some that are still to be read.
+    the size of batches: a run may resume with another one.
 
     Args:
         dataset: the rows.
@@ -119,40 +118,21 @@ class BatchStream:
         self.seed = seed
         self._orders: dict[int, tuple[int, list[int]]] = {}
         self._start, self._position = 0, 0
-        self._pending: Sequence[int] = ()
         self._earlier: Mapping[int, Sequence[int]] = {}
 
-    def resume(
-        self,
-        index: int,
-        position: int,
-        pending: Sequence[int] = (),
-        earlier: Mapping[int, Sequence[int]] | None = None,
-    ) -> None:
+    def resume(self, index: int, position: int, earlier: Mapping[int, Sequence[int]] | None = None) -> None:
         """Continue a stream, which may have had another batch size.
 
         Args:
             index: number of the next batch.
-            position: of the first row of those that were not read, without ``pending``.
-            pending: positions of rows before it that are read first.
+            position: of the first row of those that were not read.
             earlier: positions of the rows of batches before ``index``.
         """
-        self._start, self._position, self._pending = index, position, tuple(pending)
-        self._earlier = dict(earlier or {})
+        self._start, self._position, self._earlier = index, position, dict(earlier or {})
 
     def position(self, index: int) -> int:
-        """Return the position of the first row after those of the batches before ``index``; see ``pending``."""
-        if (after := index - self._start - self._pending_batches) > 0:
-            return self._first_row(after - 1) + self.batch_size
-        return self._position + (self._filled if after == 0 else 0)
-
-    def pending(self, index: int) -> Sequence[int]:
-        """Return the positions before ``position(index)`` of rows that are not in the batches before ``index``."""
-        return self._pending[(index - self._start) * self.batch_size :]
-
-    def rows_before(self, index: int) -> int:
-        """Return the number of rows of the batches before ``index``, with those that ended passes left out."""
-        return self.position(index) - len(self.pending(index))
+        """Return the position of the first row after those of the batches before ``index``."""
+        return self._position if index <= self._start else self.rows(index - 1)[-1] + 1
 
     def batches_of(self, passes: int) -> int:
         """Return the number of batches of a new stream in so many passes."""
@@ -160,36 +140,16 @@ class BatchStream:
         return passes * len(self.dataset) // self.batch_size if is_endless else passes * self.per_pass
 
     def rows(self, index: int) -> list[int]:
-        """Return the positions of the rows of a batch."""
+        """Return the positions of the rows of a batch, in the next pass if too few rows are left of one."""
         if index in self._earlier:
             return list(self._earlier[index])
-        number = index - self._start
-        if number < self._pending_batches:
-            rows = self._pending[number * self.batch_size : (number + 1) * self.batch_size]
-            return [*rows, *range(self._position, self._position + self.batch_size - len(rows))]
-        first = self._first_row(number - self._pending_batches)
-        return list(range(first, first + self.batch_size))
-
-    @property
-    def _pending_batches(self) -> int:
-        return -(-len(self._pending) // self.batch_size)
-
-    @property
-    def _filled(self) -> int:
-        """The rows after ``position`` that fill the last of the batches with pending rows."""
-        return self._pending_batches * self.batch_size - len(self._pending)
-
-    def _first_row(self, number: int) -> int:
-        """Return the position of the first row of a batch, counted from the first one without pending rows.
-
-        It is in the next pass if too few rows are left of one.
-        """
-        rows, position = len(self.dataset), self._position + self._filled
-        in_pass = (rows - position % rows) // self.batch_size
-        if isinstance(self.dataset, Mixture) or number < in_pass:
-            return position + number * self.batch_size
-        passes, batch = divmod(number - in_pass, self.per_pass)
-        return (position // rows + 1 + passes) * rows + batch * self.batch_size
+        number, rows, first = index - self._start, len(self.dataset), self._position
+        in_pass = (rows - first % rows) // self.batch_size
+        if not isinstance(self.dataset, Mixture) and number >= in_pass:
+            passes, number = divmod(number - in_pass, self.per_pass)
+            first = (first // rows + 1 + passes) * rows
+        start = first + number * self.batch_size
+        return list(range(start, start + self.batch_size))
 
     def _row(self, position: int) -> int:
         """Return the row of the data set at a position."""

@@ -584,8 +584,7 @@ class AsynchronousGenerations(Generations):
         saved = []
         for number, groups in batches.items():
             numbers = torch.tensor([[group.number, group.row, group.attempt] for group in groups])
-            rows = tuple(group.row for group in groups)
-            saved.append(BatchInFlight(number or 0, DataProto.from_dict({GROUPS: numbers}), rows))
+            saved.append(BatchInFlight(number or 0, DataProto.from_dict({GROUPS: numbers})))
         self.log.delete_before(self._oldest_needed())
         counts = {"max_staleness": self._ahead, "taken": self.log.count, "problems": self._next_uid}
         return tuple(saved), {**self._sampling_state(), ASYNCHRONOUS: counts}

@@ -417,7 +417,7 @@ def staleness_metrics(batch: DataProto, newest: int) -> dict[str, float]:
 
 
 class ProblemStream:
-    """The position of a run in its data: the set of rows that were trained on or are in flight.
+    """The position of a run in its data.
 
     Args:
         batches: the training data.
@@ -442,7 +442,7 @@ class ProblemStream:
     @property
     def rows_trained_on(self) -> int:
         """The number of rows that were drawn and are not in flight, with those that ended passes left out."""
-        return self.batches.rows_before(self.count) - len(self._in_flight()[1])
+        return self.batches.position(self.count) - sum(map(len, self.generations.problems_in_flight().values()))
 
     def are_left(self, epochs: int) -> bool:
         """Return whether so many passes over the data have another batch."""
@@ -456,23 +456,25 @@ class ProblemStream:
                 drawn again.
         """
         saved = tuple(replace(batch, rows=tuple(self.batches.rows(batch.number))) for batch in in_flight)
-        number, lost = (0, []) if saved else self._in_flight()
+        lost = () if saved else self.generations.problems_in_flight()
+        number = min(lost, default=self.count)
         return {
-            "drawn_batches": self.count - number,
+            "drawn_batches": number,
             "in_flight": saved,
-            "next_row": self.batches.position(self.count),
+            "next_row": self.batches.rows(number)[0] if lost else self.batches.position(number),
             "batch_size": self.batches.batch_size,
-            "pending": (*sorted(lost), *self.batches.pending(self.count)),
         }
 
     def continue_from(self, state: RunState) -> None:
-        """Continue with a state: its batches in flight, and then the rows that were not drawn."""
-        in_flight = state.in_flight_in(self.batches)
-        kept = self.generations.restore(in_flight, state.rollout, self.batches.__getitem__)
-        self.count = state.continue_after(self.batches, kept)
+        """Continue with a state: its batches in flight, and then the rows that were not drawn.
 
-    def _in_flight(self) -> tuple[int, list[int]]:
-        """Return the number of batches that were drawn and not wholly trained on, and the positions of these rows."""
-        in_flight = self.generations.problems_in_flight()
-        rows = {number: self.batches.rows(number) for number in in_flight}
-        return len(in_flight), [rows[number][problem] for number, problems in in_flight.items() for problem in problems]
+        Batches in flight that cannot be continued, such as those of another size, are drawn again.
+        """
+        rows = {batch.number: batch.rows for batch in state.in_flight}
+        in_flight = state.in_flight if state.batch_size == self.batches.batch_size else ()
+        self.batches.resume(state.drawn_batches, state.next_row, rows)
+        kept = self.generations.restore(in_flight, state.rollout, self.batches.__getitem__)
+        self.count = state.drawn_batches
+        if rows and not kept:
+            self.count = min(rows)
+            self.batches.resume(self.count, rows[self.count][0])
