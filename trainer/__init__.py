@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from trainer.kl import KLControlConfig as KLControlConfig
     from trainer.kl import apply_kl_penalty as apply_kl_penalty
     from trainer.lifecycle import Callback as Callback
-    from trainer.lifecycle import restart_rollout as restart_rollout
     from trainer.loop import RayPPOTrainer as RayPPOTrainer
     from trainer.mismatch import importance_weights as importance_weights
     from trainer.mismatch import mismatch_metrics as mismatch_metrics

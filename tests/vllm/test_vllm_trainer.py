@@ -25,10 +25,8 @@ from trainer import (
     RayPPOTrainer,
     Role,
     TrainerConfig,
-    restart_rollout,
 )
 from workers import ActorConfig
-from workers.weights.transfer.weight_transfer import TransferError
 
 PROBLEMS, SAMPLES, STEPS, TOLERANCE = 4, 4, 3, 1e-4
 SEPARATE = {Role.Actor: Actor, Role.Rollout: Actor}
@@ -140,33 +138,6 @@ def test_every_batch_is_from_the_policy_of_its_version(
         assert (metrics["training/rollout_probs_diff_max"] < TOLERANCE) == (version == step)
     print(policy, "largest differences by step:", " ".join(f"{each:.1e}" for each in worst))  # noqa: T201
     assert len(worst) == STEPS and max(worst) < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("staleness", "signal", "cause"), [(0, "SIGKILL", "signal 9 (SIGKILL)"), (1, "SIGSTOP", "EngineHung")]
-)
-def test_training_goes_on_with_a_new_rollout_after_its_engine_has_failed(
-    ray_cluster: None, tmp_path: Path, staleness: int, signal: str, cause: str
-) -> None:
-    recorded = Recorded(tmp_path)
-    with trainer_of("dense-tp2", SEPARATE, staleness, (recorded,), vllm={"silence_timeout_s": 20.0}) as trainer:
-        trainer.train_step(trainer.draw())
-        processes = trainer.actor.pid()
-        if staleness:
-            trainer.step.generations.state()  # waits for the batch in flight
-        trainer.rollout.signal_engine(signal)
-        with pytest.raises(TransferError) as caught:
-            for _ in range(staleness + 1):  # the first of them trains on the batch in flight
-                trainer.train_step(trainer.draw())
-        failure = caught.value.failures["rollout", 0]
-        assert cause in failure and "begin_update" in failure
-        restart_rollout(trainer)
-        assert trainer.actor.pid() == processes
-        metrics = trainer.train_step(trainer.draw())
-        version = len(recorded.batches) - 1
-        assert metrics["weights/policy_version"] == version
-        assert recorded.batches[-1].batch["policy_version"].tolist() == [version] * PROBLEMS * SAMPLES
-        assert metrics["training/rollout_probs_diff_max"] < TOLERANCE
 
 
 def test_a_run_restarts_an_engine_that_was_killed_without_the_actor(ray_cluster: None, tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ import math
 import numbers
 import socket
 import struct
+import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from mcontroller.config.imports import import_object
@@ -218,16 +220,8 @@ class Task:
     divisible: bool = False
 
 
-@dataclass(eq=False)
-class _Running:
-    server: HelperProcess
-    task: Task
-    deadline: float
-    returned: int = 0
-
-
 class ScoringProcesses:
-    """Processes on this machine, which start when they are needed.
+    """Processes on this machine, which start when they are needed. A thread for each waits for its answers.
 
     Args:
         functions: the reward functions, by name.
@@ -240,11 +234,11 @@ class ScoringProcesses:
 
     def __init__(self, functions: Mapping[str, RewardFunctionConfig], processes: int, timeout_s: float) -> None:
         self.functions = dict(functions)
-        self.processes = processes
         self.timeout_s = timeout_s
-        self._idle: list[HelperProcess] = []
+        self._threads = ThreadPoolExecutor(processes, "scoring")
+        self._idle: SimpleQueue[HelperProcess] = SimpleQueue()
         self._servers: list[HelperProcess] = []
-        self._closed = False
+        self._closed, self._lock = False, threading.Lock()
         self.replaced = 0
 
     def run(self, tasks: Sequence[Task]) -> dict[str, dict[int, ScoreOutcome]]:
@@ -256,25 +250,8 @@ class ScoringProcesses:
             ConfigError: a process cannot import a function, or ``close`` was called.
         """
         results: dict[str, dict[int, ScoreOutcome]] = {task.name: {} for task in tasks}
-        pending = deque(tasks)
-        running: list[_Running] = []
-        while pending or running:
-            while pending and len(running) < self.processes:
-                running.append(self._send(pending.popleft()))
-            for call, outcomes, lost in self._next_events(running):
-                task = call.task
-                results[task.name].update(zip(task.indices[call.returned :], outcomes, strict=False))
-                call.returned += len(outcomes)
-                call.deadline = self._deadline(task)
-                left = list(zip(task.samples, task.indices, strict=True))[call.returned :]
-                if lost and task.divisible and len(task.samples) > 1:
-                    pending.extendleft(replace(task, samples=[sample], indices=[row]) for sample, row in left[::-1])
-                elif lost:
-                    results[task.name].update((row, ScoreOutcome(error=lost)) for _, row in left)
-                if lost or not left:
-                    running.remove(call)
-                if not left and not lost:
-                    self._idle.append(call.server)
+        for task, outcomes in zip(tasks, self._threads.map(self._outcomes, tasks), strict=True):
+            results[task.name].update(zip(task.indices, outcomes, strict=True))
         return results
 
     def close(self) -> None:
@@ -282,38 +259,41 @@ class ScoringProcesses:
         self._closed = True
         for server in list(self._servers):
             server.kill()
+        self._threads.shutdown(cancel_futures=True)
 
-    def _deadline(self, task: Task) -> float:
-        return time.monotonic() + self.timeout_s + task.margin_s
-
-    def _send(self, task: Task) -> _Running:
-        """Start a task on an idle process that lives, or on a new one."""
-        server = self._idle.pop() if self._idle else self._start()
-        while server.process.poll() is not None:
-            self._end(server)
-            server = self._idle.pop() if self._idle else self._start()
-        call = _Running(server, task, self._deadline(task))
-        with contextlib.suppress(OSError):  # it has ended, or does not read: the next events say so
+    def _outcomes(self, task: Task) -> list[ScoreOutcome]:
+        """Return the outcomes of a task, in the order of its samples."""
+        server, lost = self._living(), ""
+        outcomes: list[ScoreOutcome] = []
+        with contextlib.suppress(OSError):  # it has ended, or does not read: the answer says so
             server.connection.send((task.name, task.samples))
-        return call
+        while len(outcomes) < len(task.samples) and not lost:
+            try:
+                if server.connection.poll(self.timeout_s + task.margin_s):
+                    outcomes += server.connection.recv()
+                else:
+                    lost = f"it did not return within {self.timeout_s:g} s"
+            except (EOFError, OSError):
+                server.wait()
+                lost = f"its process ended with exit code {server.process.returncode}"
+        if not lost:
+            self._idle.put(server)
+            return outcomes
+        self._end(server)
+        left = task.samples[len(outcomes) :]
+        if task.divisible and len(task.samples) > 1:
+            return outcomes + [self._outcomes(replace(task, samples=[sample]))[0] for sample in left]
+        return outcomes + [ScoreOutcome(error=lost)] * len(left)
 
-    def _next_events(self, running: Sequence[_Running]) -> Iterator[tuple[_Running, list[ScoreOutcome], str]]:
-        """Wait for outcomes or a deadline; yield tasks, their outcomes, and why their processes were lost, if so."""
-        timeout = max(0.0, min(call.deadline for call in running) - time.monotonic())
-        ready = wait([call.server.connection for call in running], timeout)
-        for call in [call for call in running if call.server.connection in ready]:
-            outcomes: list[ScoreOutcome] = []
-            with contextlib.suppress(EOFError, OSError):
-                outcomes = call.server.connection.recv()
-            yield call, outcomes, "" if outcomes else self._ended(call.server)
-        for call in [call for call in running if time.monotonic() >= call.deadline]:
-            self._end(call.server)
-            yield call, [], f"it did not return within {self.timeout_s:g} s"
-
-    def _ended(self, server: HelperProcess) -> str:
-        """Return how a process ended that has closed its connection."""
-        server.wait()
-        return f"its process ended with exit code {self._end(server)}"
+    def _living(self) -> HelperProcess:
+        """Return an idle process that lives, or a new one."""
+        with contextlib.suppress(Empty):
+            while True:
+                server = self._idle.get_nowait()
+                if server.process.poll() is None:
+                    return server
+                self._end(server)
+        return self._start()
 
     def _start(self) -> HelperProcess:
         """Start a process that imports the functions. A message to it, or from it, does not take longer than a task."""
@@ -324,14 +304,16 @@ class ScoringProcesses:
         with socket.fromfd(server.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
             for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(self.timeout_s), 0))
-        self.replaced += server.replaced
+        with self._lock:
+            self.replaced += server.replaced
         self._servers.append(server)
         if self._closed:  # meanwhile, by another thread
             server.kill()
         return server
 
-    def _end(self, server: HelperProcess) -> int:
-        """End a process and its children, and return its exit code."""
+    def _end(self, server: HelperProcess) -> None:
+        """End a process and its children."""
         self._servers.remove(server)
-        self.replaced += 1
-        return server.close()
+        with self._lock:
+            self.replaced += 1
+        server.close()

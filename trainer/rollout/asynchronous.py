@@ -165,13 +165,6 @@ class AsynchronousGenerations(Generations):
         if self._episodes is not None:
             self._episodes.close()
 
-    def restart(self, rollout: WorkerGroup[Any]) -> None:
-        """Generate with another group from now on; only the running step is lost, and made again."""
-        assert self._trajectories is not None
-        self._trajectories.restart(rollout)
-        self._rollout, self._error = rollout, None
-        self._in_flight = self._has_weights = False
-
     def __len__(self) -> int:
         """The number of batches that were drawn and not trained on; their groups may be of more batches."""
         return -(-len(self._groups) // self._batch_size()) if self._groups else 0
@@ -481,10 +474,7 @@ class AsynchronousGenerations(Generations):
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Have no step in flight while weights move; with ``partial="finish"``, what has tokens ends before.
-
-        After a restart, the rollout has no weights for a step yet.
-        """
+        """Have no step in flight while weights move; with ``partial="finish"``, what has tokens ends before."""
         self._held = True
         try:
             if self._has_weights:

@@ -247,13 +247,6 @@ class Generations:
         """Generate with a group from now on; see ``responses_to``."""
         self._rollout, self._sampling, self._rollout_fn = rollout, sampling, rollout_fn
 
-    def restart(self, rollout: WorkerGroup[Any]) -> None:
-        """Generate with another group from now on, and start the batches in flight again, with the newest weights."""
-        in_flight, self._rollout = list(self._queue), rollout
-        self._queue.clear()
-        for batch in in_flight:
-            self._start(batch.problems, batch)
-
     def __len__(self) -> int:
         return len(self._queue)
 
@@ -281,13 +274,8 @@ class Generations:
             responses = oldest.responses.prefetch(reads)
         return GeneratedBatch(oldest.problems, responses, oldest.memory())
 
-    def _start(self, problems: DataProto, earlier: _Generation | None = None) -> None:
-        """Start to generate responses with the newest weights; only a ``rollout_fn`` is waited for.
-
-        Args:
-            problems: the problems.
-            earlier: the generation of the same problems by a group that has ended.
-        """
+    def _start(self, problems: DataProto) -> None:
+        """Start to generate responses with the newest weights; only a ``rollout_fn`` is waited for."""
         if self._rollout is None:
             raise ConfigError("no group generates yet: call init_workers() before train_step()", key="rollout")
         if self._queue and len(problems) != len(self._queue[0].problems):
@@ -297,7 +285,7 @@ class Generations:
                 rows=len(problems),
                 expected=len(self._queue[0].problems),
             )
-        number = self._numbered(problems) if earlier is None else earlier.number
+        number = self._numbered(problems)
         self._weights.update()
         with self._stages("generate", self._rollout.generate_sequences):
             responses = responses_to(problems, self._rollout, self._sampling, self._rollout_fn)

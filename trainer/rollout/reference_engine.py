@@ -145,7 +145,7 @@ class ReferenceEngine:
         """Wait for the step in flight, and answer its requests.
 
         Raises:
-            GroupError: the group failed. Nothing but the step is lost: another one makes the same tokens.
+            GroupError: the group failed.
         """
         with self.lock:
             answers: dict[Request, Sampled] = {}
@@ -165,12 +165,6 @@ class ReferenceEngine:
         """Continue the responses that have tokens after those that have none."""
         with self.lock:
             self._waiting.sort(key=lambda request: request.generated > 0)
-
-    def restart(self, group: Any) -> None:
-        """Generate with another group from now on; only the step in flight is lost, and made again."""
-        with self.lock:
-            self._group = group
-            self._drop_step()
 
     def drive(self) -> None:
         """Make steps on the running event loop until no request is in flight."""

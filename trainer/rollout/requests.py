@@ -142,16 +142,6 @@ class RoutedEngines:
                 handle()
                 handle = self._arrived.get_nowait()
 
-    def restart(self, group: Any) -> None:
-        """Send all requests to the engines of another group."""
-        with self.lock:
-            self._group, self._unsent = group, list(self._in_flight)
-            self.router = None if self._engines is None else Router(self._engines)
-            for request in self._unsent:
-                request.sent = None
-            if not self._driven:
-                self._send(connect=True)
-
     def _send(self, *, connect: bool) -> None:
         """Send what waits to the engines, which are brought up to date first if none has a request."""
         for request in [request for request in self._unsent if request.done()]:

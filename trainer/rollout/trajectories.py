@@ -312,11 +312,6 @@ class TrajectoryRollout:
         temperature: float = {**usual, **changes}["temperature"]
         return temperature
 
-    def restart(self, group: Any) -> None:
-        """Generate with another group from now on: only what its engines had not answered is lost, and made again."""
-        self.group = group
-        self.engine.restart(group)
-
     def start(self, requests: Sequence[Request] | None = None, tokens: int | None = None) -> bool:
         """Let the engines go on, and return whether a request is in flight; see ``ReferenceEngine.step``."""
         return self.engine.step(requests, tokens)
@@ -329,7 +324,7 @@ class TrajectoryRollout:
         """Wait for answers of the engines; those who wait for the trajectories that have ended go on.
 
         Raises:
-            GroupError: the group failed. The trajectories stay in flight; ``restart`` goes on with another group.
+            GroupError: the group failed.
         """
         self.engine.take()
 
