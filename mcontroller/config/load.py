@@ -46,27 +46,6 @@ def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C
         >>> load_config(ActorConfig, "actor.yaml", overrides=["optim.lr=1e-6"])
     """
     errors = CollectedErrors()
-    config = load_partly(cls, errors, {}, *sources, overrides=overrides)
-    errors.raise_any()
-    assert config is not None
-    return config
-
-
-def load_partly(
-    cls: type[C], errors: CollectedErrors, usual: Mapping[str, Any], *sources: Any, overrides: Iterable[str] = ()
-) -> C | None:
-    """Return what ``load_config`` returns, with other values in place of wrong ones, so that more can be checked.
-
-    Args:
-        cls: as of ``load_config``.
-        errors: gets the errors.
-        usual: values in place of missing ones that have no default, by the name of the field.
-        sources: as of ``load_config``.
-        overrides: as of ``load_config``.
-
-    Returns:
-        None if other values do not help.
-    """
     layers, removed = _layers(sources, overrides), set[str]()
     for layer in layers:  # a value below another one that is wrong is taken in its place
         for error, path in list(_misfits(cls, _plain(layer), ())):
@@ -74,12 +53,14 @@ def load_partly(
             _remove(layer, path)
     given = _merged(layers)
     while True:
-        sections = _Sections(cls, usual, removed)
+        sections = _Sections(cls, removed)
         config: C | None = sections.built(given)
         errors.errors += sections.errors.errors
-        rejected = [str(getattr(error, "key", "")) for error in (*sections.errors.errors, *sections.consequences)]
+        rejected = [str(getattr(error, "key", "")) for error in sections.errors.errors]
         names = {name for key in rejected for name in _remove_named(given, key)}
         if not names:
+            errors.raise_any()
+            assert config is not None
             return config
         removed |= names
 
@@ -108,7 +89,7 @@ def completed_section(cls: type[Any], values: Mapping[str, Any], name: str) -> d
     Returns:
         The values of the section. Empty if they cannot be completed, which ``load_config`` reports.
     """
-    config = _Sections(cls, {}, set()).completed(OmegaConf.create(dict(values)))
+    config = _Sections(cls, set()).completed(OmegaConf.create(dict(values)))
     try:
         return {} if config is None else typing.cast(dict[str, Any], OmegaConf.to_container(config[name], resolve=True))
     except OmegaConfBaseException:
@@ -120,18 +101,15 @@ class _Sections:
 
     Args:
         cls: the dataclass.
-        usual: values of fields without one, by name.
         removed: the keys of rejected values, which are not reported as missing.
 
     Attributes:
         errors: the errors, with whole keys.
-        consequences: errors of sections that have usual values in place of rejected ones.
     """
 
-    def __init__(self, cls: type[Any], usual: Mapping[str, Any], removed: Collection[str]) -> None:
-        self._cls, self._usual, self._removed = cls, usual, removed
-        self._replaced: list[str] = []
-        self.errors, self.consequences = CollectedErrors(), list[MControllerError]()
+    def __init__(self, cls: type[Any], removed: Collection[str]) -> None:
+        self._cls, self._removed = cls, removed
+        self.errors = CollectedErrors()
 
     def built(self, given: DictConfig) -> Any:
         """Return the instance with these values and defaults; None if a section cannot be built."""
@@ -145,12 +123,7 @@ class _Sections:
         if names and not self.errors.errors:  # an error of find_fields says what is missing
             text = f"{self._cls.__name__} needs a value for {', '.join(names)}"
             self.errors.errors.append(ConfigError(text, key=names[0], value=None, keys=names))
-        self._replaced = [name for name in missing if name in self._removed]
-        filled = OmegaConf.create({})
-        for key in missing:
-            if (name := key.rpartition(".")[2]) in self._usual:
-                OmegaConf.update(filled, key, self._usual[name])
-        return self._section(self._cls, typing.cast(DictConfig, OmegaConf.merge(config, filled)), ())
+        return self._section(self._cls, config, ())
 
     def completed(self, given: DictConfig) -> DictConfig | None:
         """Return the values with their types, defaults, and what ``find_fields`` supplies; None if one does not fit."""
@@ -184,9 +157,7 @@ class _Sections:
         try:
             return cls(**values)
         except MControllerError as error:
-            prefix = "".join(f"{key}." for key in path)
-            follows = any(key.startswith(prefix) for key in self._replaced)
-            (self.consequences if follows else self.errors.errors).append(with_whole_key(error, self._cls, path))
+            self.errors.errors.append(with_whole_key(error, self._cls, path))
             return None
 
     def _found_fields(self, cls: type[Any], config: DictConfig, path: tuple[str, ...]) -> dict[str, Any]:

@@ -9,17 +9,9 @@ from __future__ import annotations
 
 import argparse
 
-from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
-from trainer.run.config import RunConfig, read_with_files
+from trainer.run.config import check_files, read_run_config
 from workers.planning import planning
-
-_READ_BY = {
-    "algorithm.adv_estimator": "role_worker_mapping",
-    "data.train_batch_size": "batch_size",
-    "pool.process_on_nodes": "world_size",
-}
-"""Key of a field -> the key, or another field, of errors that its default may cause in place of a rejected value."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,26 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
         of_run = arguments.role is None and arguments.config is None
         if arguments.dry_run and not of_run:
             raise ConfigError("--dry-run needs the file of a whole run: leave --role and --config out", key="--dry-run")
-        config = _read_run(arguments.file, arguments.overrides) if of_run else None
+        config = read_run_config(arguments.file, arguments.overrides) if of_run else None
+        if config is not None:
+            check_files(config)
         from trainer.run.check_report import report  # torch, Megatron and Ray: seconds
 
         return report(arguments, config)
-
-
-def _read_run(file: str, overrides: list[str]) -> RunConfig:
-    """Return the configuration of a run, or raise the errors of its fields and files, and of its parts with them."""
-    errors = CollectedErrors()
-    config = read_with_files(file, overrides, errors)
-    if errors.errors and config is not None:
-        from trainer.run.parts import make_parts
-
-        rejected = {getattr(error, "key", "") for error in errors.errors} - {""}
-        of_defaults = rejected | {_READ_BY[key] for key in rejected & _READ_BY.keys()}
-        of_parts = CollectedErrors()
-        of_parts.attempt(lambda: make_parts(config))
-        for error in of_parts.errors:
-            if of_defaults.isdisjoint({getattr(error, "key", ""), *error.fields}):
-                errors.errors.append(error)
-    errors.raise_any()
-    assert config is not None
-    return config

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from mcontroller.config.checks import check_at_least
 from mcontroller.config.fields import check_unused, nested_config, strict_fields
 from mcontroller.config.imports import absolute_path_of, import_module
-from mcontroller.config.load import CollectedErrors, completed_section, given_values, load_partly
+from mcontroller.config.load import CollectedErrors, completed_section, given_values, load_config
 from mcontroller.errors import ConfigError
 from trainer.config import MultiTurnConfig, PPOConfig
 from trainer.data.config import DatasetConfig, ProblemsConfig
@@ -30,10 +30,6 @@ ROLES = ("actor_rollout_ref", *OWN_POOL_ROLES)
 """The fields that are configurations of roles."""
 CONFIG_FILE = "config.yaml"
 """Name of the configuration in the run's directory."""
-_USUAL_SIZES = dict(
-    vocab_size=2**20, max_sequence_length=2**20, num_layers=6720, hidden_size=128 * 6720, num_attention_heads=6720
-)
-"""Sizes in place of those of a model that cannot be read: layouts divide them, and tokenizers fit."""
 MAIN_POOL = "pool"
 """The name of the pool of all roles that are in no other pool."""
 
@@ -218,37 +214,12 @@ def read_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfi
     Raises:
         ConfigError: an unknown key (the message contains close matches), or a value that does not fit.
     """
-    errors = CollectedErrors()
-    config = _read_partly(path, overrides, errors)
-    errors.raise_any()
-    assert config is not None
-    return config
-
-
-def read_with_files(path: str | Path, overrides: Iterable[str], errors: CollectedErrors) -> RunConfig | None:
-    """Return the configuration in a YAML file, after a check of the files and directories that it names.
-
-    Args:
-        path: the file.
-        overrides: as of ``read_run_config``.
-        errors: gets the errors.
-
-    Returns:
-        The configuration, with defaults in place of values that are wrong; None if there are no such defaults.
-    """
-    config = errors.attempt(lambda: _read_partly(path, overrides, errors))
-    if config is not None:
-        errors.attempt(partial(check_files, config))
-    return config
-
-
-def _read_partly(path: str | Path, overrides: Iterable[str], errors: CollectedErrors) -> RunConfig | None:
     overrides = list(overrides)
     given = given_values(path, overrides=overrides)
     imports = given.get("imports")
     for module in imports if isinstance(imports, list) else ():  # else an error of the field
-        errors.attempt(partial(import_module, str(module), "imports"))
-    return load_partly(RunConfig, errors, _USUAL_SIZES, _rollout_defaults(given), path, overrides=overrides)
+        import_module(str(module), "imports")
+    return load_config(RunConfig, _rollout_defaults(given), path, overrides=overrides)
 
 
 def tokenizer_files(directory: Path) -> str | None:

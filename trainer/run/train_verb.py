@@ -12,9 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
-from trainer.run.config import RunConfig, check_files, read_with_files
+from trainer.run.config import RunConfig, check_files, read_run_config
 from trainer.run.resume_verb import config_of_run
 
 
@@ -57,8 +56,6 @@ def _config(replay: str | None, file: list[str], overrides: list[str]) -> RunCon
         return config
     if not file:
         raise ConfigError("train needs a CONFIG, or --replay RUN_DIR", key="file")
-    errors = CollectedErrors()
-    read = read_with_files(file[0], overrides, errors)
-    errors.raise_any()
-    assert read is not None
-    return read
+    config = read_run_config(file[0], overrides)
+    check_files(config)
+    return config

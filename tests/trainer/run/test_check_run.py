@@ -117,30 +117,6 @@ def check(file: Path, *overrides: str) -> None:
     check_verb.run(parser.parse_args([str(file), *overrides]))
 
 
-def test_check_reports_mistakes_of_fields_files_and_parts_together(config_file):
-    mistakes = [
-        "trainer.total_training_step=3",
-        "actor_rollout_ref.model.num_attention_heads=3",
-        "actor_rollout_ref.ppo_micro_batch_size=many",
-        "data.val.path=missing.jsonl",
-        "trackers=[jsonlines]",
-        "pool.process_on_nodes=[3]",
-        "rewards.functions.exact.function=trainer.rewards.functions:exact_macth",
-    ]
-    with pytest.raises(ConfigError) as raised:
-        check(config_file, *mistakes)
-    errors = raised.value.errors
-    assert Counter(map(type, errors)) == {ConfigError: 6, LayoutError: 1}
-    assert {error.key for error in errors if isinstance(error, ConfigError)} == {
-        "trainer.total_training_step",
-        "actor_rollout_ref.model.hidden_size",
-        "actor_rollout_ref.ppo_micro_batch_size",
-        "path",
-        "trackers",
-        "rewards.functions.exact.function",
-    }
-
-
 @pytest.mark.parametrize(
     ("mistake", "key"),
     [
