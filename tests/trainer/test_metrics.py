@@ -18,9 +18,7 @@ from tests.trainer.toy import ToyActor, next_letter, toy_config, toy_trainer
 from trainer import AlgorithmConfig, FilterGroupsConfig, PPOConfig, Reward, RewardsConfig, Role
 from trainer.metrics import METRIC_RULES, MetricRule, Metrics, over_ranks, rule_of
 from trainer.rewards.config import RewardFunctionConfig
-from trainer.rewards.processes import LoadedFunction
 from trainer.rewards.reward import rewarded
-from trainer.rewards.trial import check_reported
 from trainer.rollout.trajectory_log import TrajectoryLog, read
 
 
@@ -164,10 +162,3 @@ def test_reward_functions_whose_metrics_collide_are_rejected() -> None:
     right = RewardFunctionConfig("math:sqrt")
     with pytest.raises(ConfigError):
         RewardsConfig({"right": right, "right_std": right})
-    one = {"right": LoadedFunction(right, "rewards.functions.right")}
-    check_reported(one, "right", {"accuracy": 1.0})
-    check_reported(one | {"other": one["right"]}, "right", {"right": 1.0, "score": 1.0})  # right/right, right/score
-    for reported in ("right", "score", "answer", "right_std"):
-        with pytest.raises(DataError) as caught:
-            check_reported(one, "right", {reported: 1.0})
-        assert caught.value.fields["column"] in (reported, "right")

@@ -27,10 +27,6 @@ ASYNC_MARGIN_S = 5.0
 """Time after the deadline in which a process returns the outcomes of async functions that it cancelled."""
 
 
-REPLACED = "reward_replaced_processes"
-"""Column of the processes that were lost, in a batch in which one was: equal for all rows, whose mean is reported."""
-
-
 class Decoder(Protocol):
     """The method of a tokenizer that rewards use."""
 
@@ -129,7 +125,6 @@ class FunctionRewards:
 
     def _reward(self, samples: Sequence[Sample], mask: Any) -> Reward:
         tasks = [task for name, function in self.functions.items() for task in self._tasks(name, function, samples)]
-        replaced = self.pool.replaced
         outcomes = self.pool.run(tasks)
         total = [0.0] * len(samples)
         reported: dict[str, Sequence[float]] = {}
@@ -154,8 +149,6 @@ class FunctionRewards:
             | _values_of(row, reported)
             for row, sample in enumerate(samples)
         ]
-        if replaced := self.pool.replaced - replaced:
-            reported[REPLACED] = [float(replaced)] * len(samples)
         return Reward(outcome_scores(total, mask), reported, shown, scored=scored)
 
     def _tasks(self, name: str, function: LoadedFunction, samples: Sequence[Sample]) -> list[Task]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import signal
 import subprocess
@@ -16,14 +15,10 @@ from typing import Any
 
 from mcontroller.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
 START_TIMEOUT_S = 300.0
 """[s] Longest time in which a process starts and imports the functions."""
 EXIT_TIMEOUT_S = 1.0
 """[s] Longest time from the end of a process's connection to its exit code."""
-STARTS = 4
-"""Processes that may be killed one after the other while they start: the last one's end is an error."""
 
 
 @contextlib.contextmanager
@@ -46,11 +41,9 @@ class HelperProcess:
     Attributes:
         process: the process.
         connection: to the process.
-        replaced: the number of processes before it that were killed while they started.
     """
 
     def __init__(self, code: str) -> None:
-        self.replaced = 0
         self.connection, theirs = Pipe()
         ends, starts = os.pipe()
         self._open = os.fdopen(starts, "wb")
@@ -73,7 +66,7 @@ class HelperProcess:
 
     @classmethod
     def start(cls, code: str, first: Any, imports: str, key: str) -> HelperProcess:
-        """Start a process, wait until it has imported the functions, and return it. One that is killed is replaced.
+        """Start a process, wait until it has imported the functions, and return it.
 
         Args:
             code: see the class.
@@ -82,34 +75,21 @@ class HelperProcess:
             key: the configuration key that names it.
 
         Raises:
-            ConfigError: the process answers with an error, exits, or does not answer; or ``STARTS`` processes in a row
-                were killed.
+            ConfigError: the process answers with an error, ends, or does not answer.
         """
-        for replaced in range(STARTS):
-            helper = cls(code)
-            helper.replaced = replaced
-            error = f"a process did not import {imports} within {START_TIMEOUT_S:g} s"
-            try:
-                helper.connection.send(first)
-                if helper.connection.poll(START_TIMEOUT_S):
-                    error = helper.connection.recv()
-                if error is None:
-                    return helper
-            except (EOFError, OSError):
-                status = helper.wait()
-                if status < 0:
-                    logger.warning("a process was killed by signal %d while it imported %s", -status, imports)
-                    continue
-                error = f"a process ended with exit code {status} while it imported {imports}"
-            finally:
-                if error is not None:
-                    helper.close()
+        helper, error = cls(code), f"a process did not import {imports} within {START_TIMEOUT_S:g} s"
+        try:
+            helper.connection.send(first)
+            if helper.connection.poll(START_TIMEOUT_S):
+                error = helper.connection.recv()
+        except (EOFError, OSError):
+            error = f"a process ended with exit code {helper.wait()} while it imported {imports}"
+        finally:
+            if error is not None:
+                helper.close()
+        if error is not None:
             raise ConfigError(error, key=key)
-        raise ConfigError(
-            f"{STARTS} processes in a row were killed while they imported {imports}, the last by signal {-status}: is "
-            "there enough memory?",
-            key=key,
-        )
+        return helper
 
     def wait(self) -> int:
         """Return the exit code of a process that has closed its connection; it is known a moment later."""

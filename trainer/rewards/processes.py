@@ -9,7 +9,6 @@ import math
 import numbers
 import socket
 import struct
-import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -227,9 +226,6 @@ class ScoringProcesses:
         functions: the reward functions, by name.
         processes: the number of processes.
         timeout_s: [s] deadline of a task.
-
-    Attributes:
-        replaced: the number of processes that were lost: they ended, also while they started, or were late.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunctionConfig], processes: int, timeout_s: float) -> None:
@@ -238,8 +234,7 @@ class ScoringProcesses:
         self._threads = ThreadPoolExecutor(processes, "scoring")
         self._idle: SimpleQueue[HelperProcess] = SimpleQueue()
         self._servers: list[HelperProcess] = []
-        self._closed, self._lock = False, threading.Lock()
-        self.replaced = 0
+        self._closed = False
 
     def run(self, tasks: Sequence[Task]) -> dict[str, dict[int, ScoreOutcome]]:
         """Return the outcomes of the samples of every task, by the name of the function and the index of the sample.
@@ -304,8 +299,6 @@ class ScoringProcesses:
         with socket.fromfd(server.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
             for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(self.timeout_s), 0))
-        with self._lock:
-            self.replaced += server.replaced
         self._servers.append(server)
         if self._closed:  # meanwhile, by another thread
             server.kill()
@@ -314,6 +307,4 @@ class ScoringProcesses:
     def _end(self, server: HelperProcess) -> None:
         """End a process and its children."""
         self._servers.remove(server)
-        with self._lock:
-            self.replaced += 1
         server.close()

@@ -8,8 +8,6 @@ from typing import Any
 
 from mcontroller.config.checks import close_names
 from mcontroller.errors import DataError
-from trainer.metrics import name_conflict
-from trainer.rewards.config import RESERVED_COLUMNS
 from trainer.rewards.functions import answer_text
 from trainer.rewards.processes import LoadedFunction, Sample, ScoreOutcome
 
@@ -62,8 +60,7 @@ def try_functions(
 
     Raises:
         DataError: a function needs an argument that there is not, fails, or returns a score although a value that it
-            needs is missing; reports a value under a name that metrics have; or none applies. The message has the
-            sample and its columns.
+            needs is missing; or none applies. The message has the sample and its columns.
     """
     applies = False
     for name, function in functions.items():
@@ -76,8 +73,6 @@ def try_functions(
                     for row in range(index, min(index + 1 + pair, len(problems)))
                 }
                 outcomes = _checked_calls(name, function, tried, call)
-                for outcome in outcomes:
-                    check_reported(functions, name, outcome.values or {})
                 applies |= any(outcome.score is not None for outcome in outcomes)
     first = [sample for problems in training.values() for sample in problems[:TRIED]]
     if must_apply and not applies:
@@ -158,34 +153,6 @@ def _checked_calls(
                 argument=missing[0],
             )
     return outcomes
-
-
-def check_reported(functions: Mapping[str, LoadedFunction], name: str, values: Mapping[str, float]) -> None:
-    """Check the names of the other values that a function reports for a sample.
-
-    Args:
-        functions: all functions of the run by name.
-        name: of the function; with several functions its values are reported under ``name/``.
-        values: by name.
-
-    Raises:
-        DataError: metrics or samples have such a name already.
-    """
-    prefix = "" if len(functions) == 1 else f"{name}/"
-    columns = [f"{prefix}{key}" for key in values]
-    if conflict := name_conflict([*functions, *columns], RESERVED_COLUMNS) or _twice([*functions, *columns]):
-        column, owner = conflict
-        raise DataError(
-            f"the reward function {name!r} ({functions[name].config.function}) reports {', '.join(values)}; metrics "
-            f"and samples named {column!r} are those of {owner}: give it another name",
-            function=name,
-            column=column,
-        )
-
-
-def _twice(columns: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first column of which there are two."""
-    return next(((name, "a reward function") for name in columns if columns.count(name) > 1), None)
 
 
 def _columns(sample: Sample) -> Iterator[str]:

@@ -43,8 +43,6 @@ PATIENCE_S = 0.05
 """[s] How long this process waits for its own episodes before the next step, if they wait for something else."""
 GRACE_S = 2.0
 """[s] How long a process may take to answer that it has cancelled an episode, before it is killed."""
-LONGEST_MESSAGE = 1 << 30
-"""[bytes] The longest message of a process; one that sends a longer one is lost."""
 STALL_S = 10.0
 """[s] How long a message to or from a process may take, before it is killed."""
 
@@ -81,7 +79,6 @@ class _Host:
     def __init__(self, episodes: Callable[[Callable[[Any], None]], EpisodeLoop] | None = None) -> None:
         self.running: dict[int, _Running] = {}
         self.kill_at = float("inf")
-        self.replaced = 0
         self._out: deque[bytes] = deque()
         if episodes is not None:
             self._loop = episodes(lambda message: self._out.append(pickle.dumps(message)))
@@ -92,7 +89,7 @@ class _Host:
     def receive(self) -> list[tuple[Any, ...]]:
         """Return the messages that have arrived; first let the episodes run until all of them wait for the rollout."""
         self._loop.run(PATIENCE_S)
-        messages = [_decoded(encoded) for encoded in self._out]
+        messages = [pickle.loads(encoded) for encoded in self._out]
         self._out.clear()
         return messages
 
@@ -102,28 +99,12 @@ class _Host:
         return "it was closed"
 
 
-def _decoded(encoded: bytes) -> tuple[Any, ...]:
-    """Return a message of an episode: its kind, the number of the episode, and a pickle of what follows.
-
-    Raises:
-        EOFError: it is none, so that nobody knows whose it is.
-    """
-    try:
-        kind, number, content = pickle.loads(encoded)
-        known = (type(kind), type(number), type(content)) == (str, int, bytes)
-    except (Exception, SystemExit) as error:  # a process can send anything
-        raise EOFError("its process sent something else than a message") from error
-    if not known:
-        raise EOFError("its process sent something else than a message")
-    return kind, number, content
-
-
 class _ProcessHost(_Host):
     """Runs episodes in another process. A message that it neither reads nor completes raises OSError after a while."""
 
     def __init__(self, helper: HelperProcess) -> None:
         super().__init__()
-        self._helper, self.connection, self.replaced = helper, helper.connection, helper.replaced
+        self._helper, self.connection = helper, helper.connection
         with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(STALL_S), 0))
@@ -134,7 +115,7 @@ class _ProcessHost(_Host):
     def receive(self) -> list[tuple[Any, ...]]:
         messages = []
         while self.connection.poll():
-            messages.append(_decoded(self.connection.recv_bytes(LONGEST_MESSAGE)))
+            messages.append(self.connection.recv())
         return messages
 
     def end(self) -> str:
@@ -224,9 +205,7 @@ class Episodes:
             return
         with ThreadPoolExecutor(missing) as threads:
             starting = [threads.submit(self._process) for _ in range(missing)]
-        started = [future.result() for future in starting if future.exception() is None]
-        self._hosts += started
-        self.replaced += sum(host.replaced for host in started)
+        self._hosts += [future.result() for future in starting if future.exception() is None]
         for future in starting:
             future.result()  # raises the error of a process that did not start
 

@@ -16,9 +16,6 @@ from trainer.rollout.trajectory import ARRAYS, Trajectory
 FAILURE_KINDS = ("raised", "timed_out", "died", "invalid")
 """Why an episode made no trajectory; ``invalid``: what it returned cannot be trained on."""
 
-MAX_METRICS = 64
-"""The most metrics of an episode."""
-
 
 class EpisodeError(MControllerError):
     """An episode made no trajectory.
@@ -118,43 +115,33 @@ def checked_trajectory(turns: Collection[Turn], returned: Any, limits: Mapping[s
 
 
 def _check_values(returned: Trajectory, vocab_size: int) -> None:
-    """Raise EpisodeError unless tokens, marks and counts have the types and ranges of a trajectory."""
-    for name, end in (("prompt", 1 << 63), ("tokens", vocab_size), ("mask", 2)):  # submit checks the prompt further
-        column = getattr(returned, name)
-        is_array = isinstance(column, array) and column.typecode == ARRAYS[name]
-        if not is_array or not (name == "prompt" or 0 <= min(column, default=0) <= max(column, default=0) < end):
-            shown = f"{min(column)} to {max(column)}" if is_array else type(column).__name__
-            raise EpisodeError(f"its {name} has {shown}; expected integers from 0 to {end - 1}", kind="invalid")
+    """Raise EpisodeError unless tokens, marks and counts are in the ranges of a trajectory."""
     length = len(returned.tokens)
-    for name, least, most in (("turn", 0, length), ("turns", 1, length + 1)):
+    for name, least, most in (
+        ("prompt", 0, (1 << 63) - 1),  # submit checks it further
+        ("tokens", 0, vocab_size - 1),
+        ("mask", 0, 1),
+        ("turn", 0, length),
+        ("turns", 1, length + 1),
+    ):
         value = getattr(returned, name)
-        if type(value) is not int or not least <= value <= most:
-            raise EpisodeError(
-                f"its {name} is of {type(value).__name__}, or not from {least} to {most}; return the Trajectory of "
-                "rollout.submit",
-                kind="invalid",
-            )
+        column = value if isinstance(value, array) else array("q", [value])
+        is_typed = column.typecode == ARRAYS.get(name, "q")
+        if not is_typed or not least <= min(column, default=least) <= max(column, default=most) <= most:
+            text = f"its {name} has values that are no integers from {least} to {most}"
+            raise EpisodeError(f"{text}; return the Trajectory of rollout.submit", kind="invalid")
 
 
 def _checked_outcome(returned: Trajectory) -> tuple[float | None, dict[str, float]]:
     """Return score and metrics of an episode as floats.
 
     Raises:
-        EpisodeError: one of them is no finite number, or there are too many metrics.
+        EpisodeError: one of them is no finite number.
     """
-    metrics = returned.metrics
-    is_named = isinstance(metrics, dict) and all(isinstance(name, str) for name in metrics)
-    if not is_named or len(metrics) > MAX_METRICS:
-        text = f"its metrics are of {type(metrics).__name__}; expected a dict of up to {MAX_METRICS} numbers by name"
-        raise EpisodeError(text, kind="invalid")
-    outcome = metrics if returned.score is None else {**metrics, "score": returned.score}
+    outcome = returned.metrics if returned.score is None else {**returned.metrics, "score": returned.score}
     for name, value in outcome.items():
-        try:
-            is_finite = isinstance(value, Real) and math.isfinite(value)
-        except OverflowError:  # an integer that no float has
-            is_finite = False
-        if not is_finite:
-            text = f"its {name[:60]} is of type {type(value).__name__}; expected a finite number"
+        if not isinstance(value, Real) or not abs(value) < math.inf:  # type: ignore[operator]
+            text = f"its {name!s:.60} is of type {type(value).__name__}; expected a finite number"
             raise EpisodeError(text, kind="invalid")
     score = None if returned.score is None else float(returned.score)
-    return score, {name: float(value) for name, value in metrics.items()}
+    return score, {str(name): float(value) for name, value in returned.metrics.items()}

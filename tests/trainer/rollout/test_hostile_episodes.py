@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import pickle
 import sys
 from array import array
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from mcontroller.errors import DataError
 from tests.trainer.rollout.engine import CALL, PROMPT, RESPONSE, VOCAB, Tools, a_rollout, next_token
 from trainer import Trajectory
 from trainer.rollout.episode_loop import EpisodeLoop
-from trainer.rollout.episodes import EpisodeError, Episodes, _Host
+from trainer.rollout.episodes import EpisodeError, Episodes
 
 HUGE = 10**5000
 GOOD = [10, 20]
@@ -230,31 +229,3 @@ BEHAVIORS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("behavior", BEHAVIORS.values(), ids=BEHAVIORS)
 def test_an_episode_that_does_anything_costs_its_trajectory(behavior: Callable[[Any], Any]) -> None:
     check_failed(*run(hostile(behavior)))
-
-
-RAW = [b"", b"garbage", *(pickle.dumps(each) for each in (None, 7, "submit", (), ("submit",), ("submit", [1], b"")))]
-RAW += [pickle.dumps(each) for each in (("end", "1", b""), ("end", 1, "text"), Exits(), {"kind": "end"})]
-
-
-@pytest.mark.parametrize("raw", RAW, ids=map(repr, range(len(RAW))))
-def test_a_process_that_sends_no_message_is_replaced(monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
-    class Talking(_Host):
-        def receive(self) -> list[tuple[Any, ...]]:
-            if self is hosts[0]:
-                self._loop.run(0.05)
-                self._out.append(raw)
-            return super().receive()
-
-    def process(episodes: Episodes) -> _Host:
-        hosts.append(Talking(episodes._loop))
-        return hosts[-1]
-
-    hosts: list[_Host] = []
-    monkeypatch.setattr(Episodes, "_process", process)
-    episodes = Episodes("tests.trainer.rollout.engine:Tools", processes=1)
-    episodes.connect(a_rollout())
-    futures = [episodes.start({"prompt_ids": GOOD}, seed=seed) for seed in range(3)]
-    episodes.run()
-    assert [each.result().tokens.tolist() for each in futures] == [of_tools(seed) for seed in range(3)]
-    assert len(hosts) > 1 and episodes.restarted >= 3 and episodes.failed == 0
-    episodes.close()
