@@ -6,17 +6,13 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from typing import Any
 
 import psutil
 import ray
 import torch
 
-from mcontroller.cli.help import roots
-from mcontroller.config.load import load_config
-from mcontroller.errors import ConfigError
 from mcontroller.locality import locality_lines
 from parallel_state.axes import DENSE_AXES
 from parallel_state.dry_run.memory import KINDS
@@ -28,30 +24,26 @@ from trainer.run.dry_run_verb import report_roles
 from trainer.run.model_roles import lengths_of, model_roles
 from trainer.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
 from trainer.run.pools import nodes_of_ranks, pool_names, pool_nodes, pools_of, role_layouts
-from trainer.run.shared_gpus import shared_gpus, shared_gpus_of_run
+from trainer.run.shared_gpus import shared_gpus_of_run
 from trainer.run.training import check_start, connect_to
-from workers.actor import ActorRolloutRefWorker
-from workers.config import ActorConfig, CriticConfig, RewardConfig, RoleConfig
-from workers.critic import CriticWorker
+from workers.config import RoleConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.vllm.placement import EnginePlacement, describe_engines
 from workers.layout_search import search_layouts
 from workers.memory.nccl import nccl_bytes
 from workers.model.gpu_defaults import max_connections
-from workers.reward import RewardModelWorker
 from workers.role_calls import calls_of_roles, estimates, host_memory
 from workers.verify.roles import ModelRole
 
 _GB = 2**30
-_WORKERS: dict[type, type] = {CriticConfig: CriticWorker, RewardConfig: RewardModelWorker}
 
 
-def report(arguments: argparse.Namespace, run_config: RunConfig | None) -> int:
+def report(arguments: argparse.Namespace, config: RunConfig) -> int:
     """Print the layouts and the memory table.
 
     Args:
         arguments: of the verb.
-        run_config: the configuration of a run; None reads that of a role, or of a program's own class.
+        config: the configuration of a run.
 
     Returns:
         The exit status: 1 if a dry run fails, or its roles do not fit.
@@ -59,42 +51,32 @@ def report(arguments: argparse.Namespace, run_config: RunConfig | None) -> int:
     Raises:
         ConfigError: the workers of a role reject its configuration when they build the model or its optimizer.
     """
-    config, roles = read_roles(arguments, run_config)
-    sizes = {key: arguments.world_size or pool_size(config, key) for key in roles}
-    lines = [*_problems(config), *(f"{key}: {layout_of_role(role, sizes[key])}" for key, role in roles.items())]
-    lines += [*_generating_lines(config, roles, sizes)]
-    is_run, on_gpu = isinstance(config, RunConfig), True
-    if is_run:
-        lines += [*_locality_lines(config, roles, sizes), *_resource_lines(config)]
-        on_gpu = config.pool.use_gpu
+    roles, on_gpu = _roles(config), config.pool.use_gpu
+    lines = [*_problems(config), *(f"{key}: {_layout(config, key, role)}" for key, role in roles.items())]
+    lines += [*_generating_lines(config, roles), *_locality_lines(config), *_resource_lines(config)]
     layers = arguments.layers or ("transformer_engine" if on_gpu else "local")
     lengths = lengths_of(config, roles)
-    with_model = model_roles(config, arguments.world_size) if is_run else _default_roles(roles, sizes)
-    with_model = {key: _with_layers(role, layers) for key, role in with_model.items()}
-    outcomes = estimates(calls_of_roles(with_model, lengths), RunConfig if is_run else None)
+    with_model = {key: _with_layers(role, layers) for key, role in model_roles(config).items()}
+    outcomes = estimates(calls_of_roles(with_model, lengths), RunConfig)
     gpu_memory = _gpu_memory(arguments.gpu_memory)
     lines += [*_role_lines(with_model, outcomes, on_gpu), "", *memory_table(outcomes, on_gpu=on_gpu)]
     known = {name: outcome for name, outcome in outcomes.items() if not outcome.failure}
     if on_gpu and known:
-        shared = shared_gpus_of_run(config, known) if is_run else shared_gpus(known)
-        lines += ["", *shared.lines(gpu_memory)]
-    actor = roles.get("actor_rollout_ref")
-    if arguments.layouts and isinstance(actor, ActorConfig):
-        search = search_layouts(actor, sizes["actor_rollout_ref"], lengths, gpu_memory, layers=layers)
+        lines += ["", *shared_gpus_of_run(config, known).lines(gpu_memory)]
+    if arguments.layouts:
+        ranks = len(nodes_of_ranks(config, "actor_rollout_ref"))
+        search = search_layouts(config.actor_rollout_ref, ranks, lengths, gpu_memory, layers=layers)
         lines += ["", *search.lines(gpu_memory)]
     sys.stdout.write("\n".join([*lines, ""]))
     return report_roles(config, gpu_memory) if arguments.dry_run else 0
 
 
-def _default_roles(roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> dict[str, ModelRole]:
-    """Return the roles of a configuration that is no run, with the workers of this project."""
-    separate = {*roles} & {"rollout", "ref"}
-    with_model = {}
-    for key, role in roles.items():
-        parts = "_".join(part for part in key.split("_") if part not in separate or part == key)
-        worker = _WORKERS.get(type(role), ActorRolloutRefWorker)
-        with_model[key] = ModelRole.of(worker, role, parts if worker is ActorRolloutRefWorker else "", sizes[key])
-    return with_model
+def _roles(config: RunConfig) -> dict[str, RoleConfig]:
+    """Return the configuration of every role that has a group, by key."""
+    roles = roles_of(config)
+    read = reads_reference(config, roles)
+    keys = {CONFIG_KEYS[role] for role in roles if read or role is not Role.RefPolicy}
+    return {key: section for key, section in config.sections().items() if key in keys}
 
 
 def _with_layers(role: ModelRole, layers: str) -> ModelRole:
@@ -110,73 +92,37 @@ def _gpu_memory(given: float | None) -> int:
     return gpu_bytes(str(80 if given is None else given))
 
 
-def _generating_lines(config: Any, roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> Iterator[str]:
+def _generating_lines(config: RunConfig, roles: Mapping[str, RoleConfig]) -> Iterator[str]:
     """Lines for the role that generates: its engines, their GPUs or processes, and the roles beside them."""
-    for key, engines, nodes in _engines(config, roles, sizes):
-        unit = "processes" if isinstance(config, RunConfig) and not config.pool.use_gpu else "GPUs"
-        if not engines:
-            yield f"{key}: {len(nodes)} of {len(nodes)} {unit} generate"
-            continue
-        used, size = sum(len(engine.ranks) for engine in engines), len(engines[0].ranks)
-        number = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
-        beside = " and ".join(_roles_beside(config, key, roles)) or "no other role"
-        yield f"{key}: {used} of {len(nodes)} {unit} generate: {number} of {size}, beside {beside}"
-        yield from (f"{key}: {line}" for line in describe_engines(engines, nodes))
+    key, engines, nodes = _engines(config)
+    unit = "GPUs" if config.pool.use_gpu else "processes"
+    if not engines:
+        yield f"{key}: {len(nodes)} of {len(nodes)} {unit} generate"
+        return
+    used, size = sum(len(engine.ranks) for engine in engines), len(engines[0].ranks)
+    number = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
+    beside = " and ".join(_roles_beside(config, key, roles)) or "no other role"
+    yield f"{key}: {used} of {len(nodes)} {unit} generate: {number} of {size}, beside {beside}"
+    yield from (f"{key}: {line}" for line in describe_engines(engines, nodes))
 
 
-def _engines(
-    config: Any, roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]
-) -> Iterator[tuple[str, list[EnginePlacement], list[str]]]:
-    """Yield the key of the role that generates, its engines (none: its workers generate), and the node of each rank."""
-    for key, role in roles.items():
-        if isinstance(role, ActorConfig) and key != "ref" and (key == "rollout" or "rollout" not in roles):
-            engine, nodes = ROLLOUT_ENGINES.get_or_raise(role.rollout.engine), _nodes(config, key, sizes[key])
-            yield key, [] if engine.place is None else engine.place(role, nodes), nodes
+def _engines(config: RunConfig) -> tuple[str, list[EnginePlacement], list[str]]:
+    """Return the key of the role that generates, its engines (none: its workers generate), and its ranks' nodes."""
+    key = "actor_rollout_ref" if config.rollout is None else "rollout"
+    role, nodes = config.rollout or config.actor_rollout_ref, nodes_of_ranks(config, key)
+    engine = ROLLOUT_ENGINES.get_or_raise(role.rollout.engine)
+    return key, [] if engine.place is None else engine.place(role, nodes), nodes
 
 
-def _roles_beside(config: Any, key: str, roles: Mapping[str, RoleConfig]) -> list[str]:
+def _roles_beside(config: RunConfig, key: str, roles: Mapping[str, RoleConfig]) -> list[str]:
     """Return what uses the GPUs of the engines too: the policy of the same workers, and the other roles of the pool."""
-    pools = pool_names(config) if isinstance(config, RunConfig) else {}
-    others = [other for other in roles if other != key and other in pools and pools[other] == pools[key]]
+    pools = pool_names(config)
+    others = [other for other in roles if other != key and pools[other] == pools[key]]
     return others if key == "rollout" else ["the policy", *others]
 
 
-def _nodes(config: Any, key: str, world_size: int) -> list[str]:
-    """The node of every rank: the nodes of the role's pool, or one node if its size is not the pool's."""
-    nodes = nodes_of_ranks(config, key) if isinstance(config, RunConfig) else []
-    return nodes if len(nodes) == world_size else ["node0"] * world_size
-
-
-def read_roles(arguments: argparse.Namespace, run_config: RunConfig | None) -> tuple[Any, dict[str, RoleConfig]]:
-    """Return the configuration in a file, None for a file of a single role, and the roles by key."""
-    classes, registered = roots([arguments.config] if arguments.config else [])
-    parts = {key: cls for key, cls in registered.items() if issubclass(cls, RoleConfig)}
-    if arguments.role is not None:
-        if arguments.role not in parts:
-            text = f"--role is {arguments.role!r}; expected one of {', '.join(parts)}"
-            raise ConfigError(text, key="--role", value=arguments.role)
-        role: Any = load_config(parts[arguments.role], arguments.file, overrides=arguments.overrides)
-        return None, {arguments.role: role}
-    config: Any = run_config
-    if config is None:
-        config = load_config(classes[-1], arguments.file, overrides=arguments.overrides)
-    keys: Collection[str] = parts
-    if isinstance(config, RunConfig):
-        run_roles = roles_of(config)
-        read = reads_reference(config, run_roles)
-        keys = [CONFIG_KEYS[role] for role in run_roles if read or role is not Role.RefPolicy]
-    sections = {key: getattr(config, key, None) for key in keys}
-    roles: dict[str, Any] = {key: section for key, section in sections.items() if section is not None}
-    for key, section in roles.items():
-        if not dataclasses.is_dataclass(section):
-            roles[key] = load_config(parts[key], section)
-    return config, roles
-
-
-def _problems(config: Any) -> list[str]:
+def _problems(config: RunConfig) -> list[str]:
     """Return lines for the data sets and defaults of a run, after all that it reads has been read and checked."""
-    if not isinstance(config, RunConfig):
-        return []
     parts = make_parts(config)
     check_start(config, parts)
     absent = [
@@ -187,22 +133,13 @@ def _problems(config: Any) -> list[str]:
         return [*parts.problem_lines(), *absent, *parts.try_rewards(), *chosen_lines(config)]
 
 
-def pool_size(config: Any, role: str) -> int:
-    """Return the number of bundles in the pool of a role, by its key."""
-    if isinstance(config, RunConfig):
-        return sum(pool_nodes(config)[pool_names(config).get(role, MAIN_POOL)])
-    pool = getattr(config, "pool", None)
-    if pool is None:
-        raise ConfigError("the configuration has no pool.process_on_nodes: pass --world-size", key="--world-size")
-    return sum(pool.process_on_nodes)
-
-
-def layout_of_role(role: RoleConfig, world_size: int) -> str:
+def _layout(config: RunConfig, key: str, role: RoleConfig) -> str:
     """Return the number of ranks and the sizes of the axes of a role."""
-    topology = Topology.from_layout(role.parallel.layout(world_size))
+    ranks = len(nodes_of_ranks(config, key))
+    topology = Topology.from_layout(role.parallel.layout(ranks))
     shown = topology.sizes if role.model.num_moe_experts else DENSE_AXES
     axes = [axis for axis in shown if axis in ("tp", "pp", "dp") or topology.sizes[axis] > 1]
-    return f"{world_size} ranks, " + " x ".join(f"{axis} {topology.sizes[axis]}" for axis in axes)
+    return f"{ranks} ranks, " + " x ".join(f"{axis} {topology.sizes[axis]}" for axis in axes)
 
 
 def memory_table(outcomes: Mapping[str, Outcome], *, on_gpu: bool = True) -> list[str]:
@@ -278,13 +215,13 @@ def _role_lines(roles: Mapping[str, ModelRole], outcomes: Mapping[str, Outcome],
             yield f"{key}: packed=true is recommended on a GPU: no padding, and no attention plan for each width"
 
 
-def _locality_lines(config: RunConfig, roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> list[str]:
+def _locality_lines(config: RunConfig) -> list[str]:
     """Return a line for each axis of a role, and its engines, that cross nodes of its pool, and one if none does."""
-    lines = [
-        f"{key}: each engine crosses nodes, and communicates in every layer: reduce rollout.vllm.tp, if it can be"
-        for key, engines, _ in _engines(config, roles, sizes)
-        if engines and len(engines[0].parts) > 1
-    ]
+    key, engines, _ = _engines(config)
+    lines = []
+    if engines and len(engines[0].parts) > 1:
+        advice = "reduce rollout.vllm.tp, if it can be"
+        lines.append(f"{key}: each engine crosses nodes, and communicates in every layer: {advice}")
     for placed in role_layouts(config):
         nodes = [f"node{node}" for node, size in enumerate(placed.nodes) for _ in range(size)]
         topology = Topology.from_layout(placed.parallel.layout(len(nodes)), nodes=nodes)

@@ -1,15 +1,13 @@
 """Check a configuration with its data, and print layouts, locality, resources and estimated memory; start nothing.
 
 examples: mcontroller check run.yaml
-          mcontroller check actor.yaml --role actor_rollout_ref --world-size 8 optim.distributed_optimizer=true
-          mcontroller check run.yaml --world-size 8 --config my_program.config:Config
+          mcontroller check run.yaml pool.process_on_nodes=[8,8] actor_rollout_ref.parallel.tp=4 --layouts
 """
 
 from __future__ import annotations
 
 import argparse
 
-from mcontroller.errors import ConfigError
 from trainer.run.config import check_files, read_run_config
 from workers.planning import planning
 
@@ -18,11 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("file", metavar="CONFIG", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the file's")
-    parser.add_argument("--role", help="the file has the configuration of this role only, e.g. critic")
-    parser.add_argument(
-        "--config", metavar="MODULE:CLASS", help="the dataclass of the file, if your program defines one"
-    )
-    parser.add_argument("--world-size", type=int, help="ranks of each group; by default as many as the role's pool has")
     parser.add_argument(
         "--layouts",
         action="store_true",
@@ -47,12 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the layouts and the memory table."""
     with planning():
-        of_run = arguments.role is None and arguments.config is None
-        if arguments.dry_run and not of_run:
-            raise ConfigError("--dry-run needs the file of a whole run: leave --role and --config out", key="--dry-run")
-        config = read_run_config(arguments.file, arguments.overrides) if of_run else None
-        if config is not None:
-            check_files(config)
+        config = read_run_config(arguments.file, arguments.overrides)
+        check_files(config)
         from trainer.run.check_report import report  # torch, Megatron and Ray: seconds
 
         return report(arguments, config)
