@@ -17,8 +17,6 @@ from mcontroller.output import Output, printable
 from parallel_state.axes import RANK_AXIS
 from parallel_state.topology import Topology
 
-MAX_RANKS = 32
-"""Ranks that the table of ranks shows."""
 WIDE = 100
 """Width in characters from which the bar shows the elapsed time too."""
 LINES_PER_PHASE = 8
@@ -88,9 +86,8 @@ class ProgressDisplay(Display):
         self._print(Text(f"{printable(what)} ...", style="dim"))
 
     def groups(self, groups: Mapping[str, WorkerGroup]) -> None:
-        """Print the tables of groups and ranks."""
+        """Print the table of groups."""
         self._print(group_table(groups))
-        self._print(rank_table(groups))
 
     def phase(self, name: str, steps: int, done: int = 0) -> None:
         """Start a new progress bar."""
@@ -172,19 +169,6 @@ def group_table(groups: Mapping[str, WorkerGroup]) -> Table:
     return table
 
 
-def rank_table(groups: Mapping[str, WorkerGroup]) -> Table:
-    """Return a table with a row for every rank: its node, and its coordinates in each group."""
-    table = Table("rank", "node", *groups, title="Ranks", title_justify="left")
-    world = max(group.world_size for group in groups.values())
-    longest = next(group for group in groups.values() if group.world_size == world)
-    for rank in range(min(world, MAX_RANKS)):
-        coordinates = [_coordinates_text(group.topology, rank) for group in groups.values()]
-        table.add_row(str(rank), longest.executor.nodes[rank], *coordinates)
-    if world > MAX_RANKS:
-        table.add_row(f".. {world - MAX_RANKS} more")
-    return table
-
-
 def layout_text(topology: Topology) -> str:
     """Return a layout as ``tp 2 x pp 2 x dp 1``: tp, pp and dp always, other axes if their size is more than 1."""
     axes = _shown_axes(topology)
@@ -196,13 +180,6 @@ def _shown_axes(topology: Topology) -> Sequence[str]:
     kept = [axis for axis in axes if axis in ("tp", "pp", "dp") or topology.size(axis) > 1]
     order = ("tp", "cp", "pp", "dp")
     return sorted(kept, key=lambda axis: order.index(axis) if axis in order else len(order)) or [RANK_AXIS]
-
-
-def _coordinates_text(topology: Topology, rank: int) -> str:
-    if rank >= topology.world_size:
-        return ""
-    coordinates = topology.coordinates(rank)
-    return "  ".join(f"{axis} {coordinates[axis]}" for axis in _shown_axes(topology))
 
 
 def _shortened(text: str) -> str:

@@ -16,6 +16,7 @@ from trainer.lifecycle import RunLifecycle
 from trainer.metrics import Metrics, over_ranks
 from trainer.mismatch import MISMATCH_METRICS
 from trainer.rewards.reward import Reward
+from trainer.saving.preemption import handling_signals
 from trainer.summary import decoded_samples, experience_metrics, sample_tokens
 from trainer.trackers import TRAIN, JsonlTracker
 from trainer.validation import validate
@@ -72,7 +73,7 @@ class RayPPOTrainer(RunLifecycle):
                 a checkpoint. It is a SystemExit with the code 75.
         """
         options = self.config.trainer
-        with self.preemption.handling_signals():
+        with handling_signals(self.preemption.record):
             beginning, self._is_started = self.resume_or_begin(), False
             while True:
                 try:

@@ -1,4 +1,4 @@
-"""Trackers of metrics: JSON lines, TensorBoard, the console, and services that are installed as extras."""
+"""Trackers of metrics: JSON lines, TensorBoard, and services that are installed as extras."""
 
 from __future__ import annotations
 
@@ -17,30 +17,11 @@ from mcontroller.config.imports import import_extra
 from mcontroller.config.registry import Registry
 from mcontroller.errors import DataError
 from mcontroller.files import free_space, replace_text
-from mcontroller.output import Output
 
 TRAIN = "train"
 """The phase of the steps that are counted from 1 to the end of the run."""
 Samples = Sequence[Mapping[str, Any]]
 """Rows of a table, as mappings of texts and numbers by column."""
-_PRINTED_SAMPLES = 2
-WORTH_READING = (
-    "sft/loss",
-    "train/score",
-    "train/accuracy",
-    "held_out/score",
-    "held_out/accuracy",
-    "actor/reward_kl_penalty",
-    "actor/kl_loss",
-    "actor/entropy",
-    "actor/grad_norm",
-    "critic/explained_variance",
-    "response/length",
-    "response/truncated",
-    "perf/tokens_per_s",
-    "timing_s/step",
-)
-"""The metrics that the console shows."""
 TRACKERS: Registry[Callable[[Run], Tracker]] = Registry("tracker", key="trackers")
 """Trackers by the name that a configuration uses; ``TRACKERS.register`` adds one."""
 METRICS_BYTES, SAMPLES_BYTES = 256_000_000, 16_000_000
@@ -223,34 +204,6 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-@TRACKERS.register("console")
-class ConsoleTracker:
-    """Tracker that prints a line to standard output at every call: the metrics that say how a run goes.
-
-    All of them are printed if none is among ``WORTH_READING``.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._name, self._output = run.name, Output()
-
-    def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
-        """Record metrics of a step."""
-        shown = {name: value for name, value in metrics.items() if name in WORTH_READING} or metrics
-        values = " ".join(f"{name}={value:.4g}" for name, value in shown.items())
-        self._output.write(f"{self._name} {'' if phase == TRAIN else f'{phase} '}step {step}: {values}\n")
-        self._output.flush()
-
-    def log_samples(self, samples: Samples, step: int) -> None:
-        """Print the first samples, a line for each."""
-        for sample in samples[:_PRINTED_SAMPLES]:
-            values = " ".join(f"{name}={value!r}" for name, value in sample.items())
-            self._output.write(f"{self._name} step {step} sample: {values}\n")
-        self._output.flush()
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 @TRACKERS.register("wandb")
 class WandbTracker:
     """Tracker of Weights & Biases. Needs the extra ``wandb``."""
@@ -279,30 +232,6 @@ class WandbTracker:
     def close(self) -> None:
         """Flush and release resources."""
         self._run.finish()
-
-
-@TRACKERS.register("trackio")
-class TrackioTracker:
-    """Tracker of Trackio, in its local database. Needs the extra ``trackio``."""
-
-    def __init__(self, run: Run) -> None:
-        self._trackio = import_extra("trackio", "trackio", "trackers")
-        self._pandas = import_extra("pandas", "trackio", "trackers")
-        resume = "never" if run.resumed_at is None else "allow"
-        self._trackio.init(project=run.project, name=run.name, config=dict(run.config), resume=resume)
-
-    def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
-        """Record metrics of a step."""
-        self._trackio.log(dict(metrics), step=step)
-
-    def log_samples(self, samples: Samples, step: int) -> None:
-        """Record a table."""
-        frame = self._pandas.DataFrame(list(samples))
-        self._trackio.log({"samples": self._trackio.Table(dataframe=frame)}, step=step)
-
-    def close(self) -> None:
-        """Flush and release resources."""
-        self._trackio.finish()
 
 
 @TRACKERS.register("mlflow")

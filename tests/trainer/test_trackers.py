@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcontroller.errors import ConfigError
-from trainer.trackers import ConsoleTracker, Run, make_trackers
+from trainer.trackers import Run, make_trackers
 
 STEPS = [(1, {"train/score": 0.25, "actor/lr": 1e-3}), (2, {"train/score": 0.5, "actor/lr": 2e-3})]
 
@@ -37,21 +37,15 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/score")] == [(1, 0.25), (2, 0.5)]
 
 
-def test_the_console_tracker_prints_a_line_a_step(tmp_path, capsys):
-    log_steps(["console"], Run(tmp_path, name="try"))
-    ConsoleTracker(Run(tmp_path, name="try")).log({"mine": 0.25}, 3, "warm_up")
-    assert capsys.readouterr().out.splitlines()[1:] == ["try step 2: train/score=0.5", "try warm_up step 3: mine=0.25"]
-
-
 SAMPLES = [{"prompt": "1 | 1\n=", "response": "2", "score": 1.0}, {"prompt": "2", "response": "?", "score": None}]
 
 
-def test_samples_are_a_table_in_the_run_directory_and_in_every_tracker(tmp_path, monkeypatch, capsys):
+def test_samples_are_a_table_in_the_run_directory_and_in_every_tracker(tmp_path, monkeypatch):
     logged = []
     wandb_run = SimpleNamespace(log=logged.append)
     wandb = SimpleNamespace(init=lambda **given: wandb_run, Table=lambda columns, data: (columns, data))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for tracker in make_trackers(["jsonl", "tensorboard", "console", "wandb"], Run(tmp_path, name="try")):
+    for tracker in make_trackers(["jsonl", "tensorboard", "wandb"], Run(tmp_path, name="try")):
         tracker.log_samples(SAMPLES, 3)
         if not hasattr(tracker, "_wandb"):
             tracker.close()
@@ -60,7 +54,6 @@ def test_samples_are_a_table_in_the_run_directory_and_in_every_tracker(tmp_path,
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (event,) = events.Tensors("samples/text_summary")
     assert event.step == 3 and b"| 1 \\| 1<br>= | 2 | 1.0 |" in event.tensor_proto.string_val[0]
-    assert capsys.readouterr().out.splitlines()[1] == "try step 3 sample: prompt='2' response='?' score=None"
     columns, rows = logged[0]["samples"]
     assert columns == ["prompt", "response", "score"] and rows[1] == ["2", "?", None] and logged[0]["global_step"] == 3
 
@@ -79,33 +72,25 @@ def test_a_resumed_run_has_no_step_twice(tmp_path):
 
 def test_a_resumed_run_continues_the_run_of_its_service(tmp_path, monkeypatch):
     started = []
-    for name in ("wandb", "trackio"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=lambda **given: started.append(given)))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: started.append(given)))
     service = SimpleNamespace(
         set_experiment=lambda name: None,
         start_run=lambda **given: started.append(given) or SimpleNamespace(info=SimpleNamespace(run_id="abc")),
         log_params=lambda params: None,
     )
     monkeypatch.setitem(sys.modules, "mlflow", service)
-    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace())  # for the tables of trackio
     for resumed_at in (None, 5):
-        make_trackers(["wandb", "trackio", "mlflow"], Run(tmp_path, name="r", resumed_at=resumed_at))
-    assert started[0]["id"] == started[3]["id"] and started[3]["resume"] == "allow"
-    assert [started[1]["resume"], started[4]["resume"]] == ["never", "allow"]
-    assert started[2] == {"run_name": "r"} and started[5] == {"run_id": "abc"}
+        make_trackers(["wandb", "mlflow"], Run(tmp_path, name="r", resumed_at=resumed_at))
+    assert started[0]["id"] == started[2]["id"] and started[2]["resume"] == "allow"
+    assert started[1] == {"run_name": "r"} and started[3] == {"run_id": "abc"}
 
 
 def test_a_service_that_is_not_installed_is_rejected_with_the_extra_to_install(tmp_path, monkeypatch):
-    for name in ("wandb", "mlflow", "trackio"):
+    for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(ConfigError) as caught:
             make_trackers([name], Run(tmp_path))
         assert (caught.value.key, caught.value.value) == ("trackers", name)
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ConfigError) as caught:
-        make_trackers(["trackio"], Run(tmp_path))
-    assert (caught.value.key, caught.value.value) == ("trackers", "trackio")
 
 
 def test_mlflow_gets_the_configuration_under_dotted_names(tmp_path, monkeypatch):

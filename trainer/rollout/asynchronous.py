@@ -42,6 +42,7 @@ from trainer.rollout.trajectory import ARRAYS, Trajectory
 from trainer.rollout.trajectory_log import Taken, TrajectoryLog
 from trainer.saving.run_record import RECORD, BatchInFlight, read_record
 from trainer.stages import Stages
+from trainer.trackers import leaves
 from workers.role_worker import RoleWorker
 
 EPISODE_S = 0.01
@@ -647,17 +648,11 @@ def learning_settings(config: PPOConfig) -> dict[str, Any]:
     """Return the configuration of what is learned, a value for each key; without how long, how often and where."""
     settings: dict[str, Any] = {"trainer.max_staleness": config.trainer.max_staleness}
     for name in ("actor_rollout_ref", "critic", "ref", "reward_model", "data", "algorithm", "warm_up"):
-        value = getattr(config, name)
-        _flatten(name, dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value, settings)  # type: ignore[arg-type]
+        value: Any = getattr(config, name)
+        content = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+        for key, leaf in leaves({name: content}):
+            settings[key] = leaf if isinstance(leaf, str | int | float | bool | list | None) else repr(leaf)
     return settings
-
-
-def _flatten(name: str, value: Any, settings: dict[str, Any]) -> None:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            _flatten(f"{name}.{key}", inner, settings)
-    else:
-        settings[name] = value if isinstance(value, str | int | float | bool | list | None) else repr(value)
 
 
 def _group_of(submitted: Submitted) -> int:

@@ -138,9 +138,9 @@ class RunConfig(PPOConfig):
     run_dir: str | None = None
     """Directory of the run. None: ``runs/<date>-<time>``."""
     trackers: list[str] = field(default_factory=lambda: ["jsonl"])
-    """Names of the trackers of metrics: jsonl, tensorboard, console, wandb, mlflow, trackio."""
+    """Names of the trackers of metrics: jsonl, tensorboard, wandb, mlflow."""
     project_name: str = "mcontroller"
-    """Name of the project in wandb, trackio and mlflow, where it is the experiment."""
+    """Name of the project in wandb and mlflow, where it is the experiment."""
     experiment_name: str | None = None
     """Name of the run in the trackers. None: the name of its directory."""
 

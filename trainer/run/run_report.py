@@ -25,12 +25,11 @@ from mcontroller.trace.reading import read_trace
 from mcontroller.trace.recorder import FOLDER
 from mcontroller.trace.summary import end_lines
 from trainer.curves import draw_curves
-from trainer.display import without_zeros
 from trainer.loop import RayPPOTrainer
 from trainer.report.reading import last_records, read_summary
 from trainer.run.config import RunConfig
 from trainer.saving.run_record import RECORD, read_record
-from trainer.trackers import TRAIN, Samples
+from trainer.trackers import TRAIN
 
 _logger = logging.getLogger(__name__)
 SUMMARY = "summary.json"
@@ -39,12 +38,10 @@ READ_AT_END = 64
 """Files of a trace up to which it is read at the end of a run, which takes up to a second for each."""
 LEAST_SHARE = 0.005
 """Share of the time from which the table of stages has a row for ``overlapped``, which is negative."""
-RESULTS = ("train/score", "train/accuracy", "held_out/")
-"""Beginnings of the names of the metrics whose first and last values are in the summary."""
 
 
 class RunReport:
-    """The report of the process that runs or resumes a run; a tracker, which keeps the last results.
+    """The report of the process that runs or resumes a run.
 
     Construct it before the tracker of ``metrics.jsonl``, which removes the steps after the last save.
 
@@ -57,8 +54,6 @@ class RunReport:
     def __init__(self, directory: Path, config: RunConfig, console: Console) -> None:
         self._directory, self._trainer, self._console = directory, config.trainer, console
         self._began, self._done = time.perf_counter(), _last_step(directory / "metrics.jsonl")
-        self._results: dict[str, float] = {}
-        self._first: dict[str, Any] = {}
         self._process: dict[str, Any] = {
             "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "mcontroller"), *sys.argv[1:]]),
             "commit": _commit(),
@@ -84,8 +79,7 @@ class RunReport:
         before = self._before()
         for earlier in before.get("processes", []):
             earlier.pop("config", None)
-        self._first = before.get("first_results", {}) if self._trainer.resume else {}  # else of a run without a save
-        self._write({**before, "first_results": self._first, "processes": [*before.get("processes", []), process]})
+        self._write({**before, "processes": [*before.get("processes", []), process]})
 
     def end_early(self, steps: int) -> None:
         """Print what is saved, what is lost, and the command that continues.
@@ -117,8 +111,6 @@ class RunReport:
                 "global_step": trainer.global_steps,
                 "saved_step": trainer.checkpoints.saved_step,
                 "restarts": before.get("restarts", 0) + len(trainer.recovery.failures),
-                "first_results": self._first,
-                "results": before.get("results", {}) | self._results,
                 "processes": [*before.get("processes", [])[:-1], self._process],
             }
         )
@@ -151,23 +143,6 @@ class RunReport:
             lines = [str(error)]
         for line in lines:
             self._print(line)
-
-    # ---- a tracker -------------------------------------------------------------------------------------------------
-
-    def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
-        """Keep the results; record the first value of each with its step: 0 is before the first update of PPO."""
-        results = without_zeros({name: value for name, value in metrics.items() if name.startswith(RESULTS)})
-        self._results |= results
-        known = self._first
-        if new := {name: {"global_step": step, "value": value} for name, value in results.items() if name not in known}:
-            self._first |= new
-            self._write({**self._before(), "first_results": self._first})
-
-    def log_samples(self, samples: Samples, step: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def _before(self) -> dict[str, Any]:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import os
 import signal
@@ -11,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import FrameType
@@ -33,9 +32,9 @@ from trainer.run.pools import pools_of
 from trainer.run.recorded_rows import DATA, RecordedRows
 from trainer.run.run_report import RunReport
 from trainer.saving.checkpoints import LOCK
-from trainer.saving.preemption import PREEMPTED, Preempted
+from trainer.saving.preemption import PREEMPTED, Preempted, handling_signals
 from trainer.saving.run_record import RECORD, read_record
-from trainer.trackers import Run, Tracker, make_trackers
+from trainer.trackers import Run, make_trackers
 
 CONNECT_S = 10.0
 """[s] Time to reach a cluster: Ray itself would try for two minutes, and print every attempt."""
@@ -47,7 +46,7 @@ def until_interrupted(action: Callable[[], object]) -> int:
 
     Output that cannot be written is dropped.
     """
-    with _handling_signals(_interrupt), redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
+    with handling_signals(_interrupt), redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
         try:
             action()
         except KeyboardInterrupt:
@@ -84,13 +83,12 @@ def train(config: RunConfig, console: Console) -> Path:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         acquire_lock(directory / LOCK, f"the run in {directory}")
         if _has_no_step(directory, config) and config.trainer.resume:
-            kept = _set_aside(directory)
-            console.print(
-                f"no step of the run is saved: it begins again{kept}", markup=False, emoji=False, soft_wrap=True
-            )
+            for name in ("metrics", "samples"):  # of the steps that are repeated
+                (directory / f"{name}.jsonl").unlink(missing_ok=True)
+            console.print("no step of the run is saved: it begins again")
             config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, resume=False))
         report = RunReport(directory, config, console)
-        trainer = make_trainer(config, parts, directory, console, [report])
+        trainer = make_trainer(config, parts, directory, console)
         if not config.trainer.resume:
             Path(config.trainer.default_local_dir).mkdir(parents=True, exist_ok=True)
             (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
@@ -107,7 +105,7 @@ def train(config: RunConfig, console: Console) -> Path:
             report.end_early(trainer.global_steps)
             raise
     finally:
-        with _handling_signals(signal.SIG_IGN):  # while processes end, which takes seconds: some would be left
+        with handling_signals(signal.SIG_IGN):  # while processes end, which takes seconds: some would be left
             parts.close()
             ray.shutdown()
             release_lock(directory / LOCK)
@@ -128,9 +126,7 @@ def check_start(config: RunConfig, parts: RunParts) -> None:
     make_trainer(dataclasses.replace(config, trackers=[]), parts, directory, Console(quiet=True))
 
 
-def make_trainer(
-    config: RunConfig, parts: RunParts, directory: Path, console: Console, trackers: Sequence[Tracker] = ()
-) -> RayPPOTrainer:
+def make_trainer(config: RunConfig, parts: RunParts, directory: Path, console: Console) -> RayPPOTrainer:
     """Return the trainer of a run; every role's group has a slot in each bundle of its pool.
 
     Args:
@@ -138,7 +134,6 @@ def make_trainer(
         parts: what it is made of.
         directory: the run's directory.
         console: where the run is shown.
-        trackers: trackers beside those of the configuration.
     """
     return RayPPOTrainer(
         config=config,
@@ -153,7 +148,7 @@ def make_trainer(
         combine_rewards=parts.combine,
         rollout_fn=parts.rollout_fn,
         stateful={DATA: RecordedRows(config, parts.prompts)},
-        trackers=[*make_trackers(config.trackers, run_of_trackers(config, directory)), *trackers],
+        trackers=make_trackers(config.trackers, run_of_trackers(config, directory)),
         display=ProgressDisplay(console),
     )
 
@@ -223,20 +218,6 @@ def _keeping_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-@contextmanager
-def _handling_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
-    """Handle SIGTERM and SIGINT so in the block, in the main thread: Python allows no handlers in others."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
-
-
 def run_of_trackers(config: RunConfig, directory: Path) -> Run:
     """Return what trackers are passed of a run: its names, its configuration, and the step that it is resumed at."""
     trainer = config.trainer
@@ -300,15 +281,6 @@ def _check_unused(directory: Path, checkpoints: Path) -> None:
             key="trainer.default_local_dir",
             value=str(checkpoints),
         )
-
-
-def _set_aside(directory: Path) -> str:
-    """Rename the metrics and samples of the steps that are repeated, and return what the console says of it."""
-    names = [name for name in ("metrics", "samples") if (directory / f"{name}.jsonl").exists()]
-    number = next(n for n in itertools.count(1) if not list(directory.glob(f"*-{n}.jsonl")))
-    for name in names:
-        (directory / f"{name}.jsonl").rename(directory / f"{name}-{number}.jsonl")
-    return "".join(f"; its {name} are now in {name}-{number}.jsonl" for name in names)
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

@@ -11,14 +11,13 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 PREEMPTED = 75
 """Exit code of a run that was stopped early and can be resumed: EX_TEMPFAIL of sysexits.h."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _logger = logging.getLogger(__name__)
 
 
@@ -50,22 +49,6 @@ class Preemption:
         self._signal: signal.Signals | None = None
 
     @contextmanager
-    def handling_signals(self) -> Iterator[None]:
-        """Record SIGTERM and SIGINT in the block instead of ending the program; the second one ends it at once.
-
-        In another thread than the main one, where Python does not allow handlers, signals keep their meaning.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._record) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    @contextmanager
     def timing(self) -> Iterator[None]:
         """Time a step with its validation and its save: the next one is expected to take as long as the longest."""
         started = time.monotonic()
@@ -84,8 +67,23 @@ class Preemption:
             return f"trainer.max_seconds={self.max_seconds:g}"
         return None
 
-    def _record(self, number: int, _: FrameType | None) -> None:
+    def record(self, number: int, _: FrameType | None) -> None:
+        """Record a signal instead of ending the program; the second one ends it at once."""
         if self._signal is not None:
             raise KeyboardInterrupt
         self._signal = signal.Signals(number)
         _logger.warning("%s: the run stops after this step; send it again to stop at once", self._signal.name)
+
+
+@contextmanager
+def handling_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
+    """Handle SIGTERM and SIGINT so in the block, in the main thread: Python allows no handlers in others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)

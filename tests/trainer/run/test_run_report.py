@@ -32,11 +32,6 @@ def test_a_run_says_what_started_it_what_is_saved_and_how_to_go_on(config_file: 
     assert {"command", "commit", "versions", "host", "started"} <= process.keys()
     assert process["host"] in printed.getvalue() and f"torch {process['versions']['torch']}" in printed.getvalue()
 
-    report.log({"train/score": 0.25, "actor/loss": 1.0}, 1)
-    report.log({"train/score": 0.5}, 2)
-    first = json.loads((tmp_path / SUMMARY).read_text())["first_results"]
-    assert first == {"train/score": {"global_step": 1, "value": 0.25}}
-
     resume = f"python -m mcontroller resume {tmp_path}\n"
     report.end_early(7)
     assert printed.getvalue().endswith(f"no step is saved, 7 are lost; begin again with: {resume}")
@@ -89,9 +84,7 @@ def test_damaged_files_of_an_earlier_process_do_not_end_a_run(
     report = RunReport(tmp_path, read_run_config(config_file), Console(file=io.StringIO()))
     with caplog.at_level(logging.WARNING):
         report.begin()
-        report.log({"train/score": 0.5}, 4)
     assert f"{tmp_path / SUMMARY} is damaged" in caplog.text and len(caplog.messages) == 1
-    assert json.loads((tmp_path / SUMMARY).read_text())["first_results"]["train/score"]["global_step"] == 4
     assert run_report._last_step(tmp_path / "metrics.jsonl") == 3
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained" / "metrics.jsonl").write_text(
