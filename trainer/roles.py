@@ -36,28 +36,19 @@ class Role(Enum):
     ActorRolloutRef = auto()
 
 
-CONFIG_KEYS = {
-    Role.ActorRolloutRef: "actor_rollout_ref",
-    Role.ActorRollout: "actor_rollout_ref",
-    Role.Actor: "actor_rollout_ref",
-    Role.Rollout: "rollout",
-    Role.RefPolicy: "ref",
-    Role.Critic: "critic",
-    Role.RewardModel: "reward_model",
+GROUPS: Mapping[Role, tuple[str, str, Mapping[str, Any]]] = {
+    Role.ActorRolloutRef: ("actor", "actor_rollout_ref", {"role": "actor_rollout_ref"}),
+    Role.ActorRollout: ("actor", "actor_rollout_ref", {"role": "actor_rollout"}),
+    Role.Actor: ("actor", "actor_rollout_ref", {"role": "actor"}),
+    Role.Rollout: ("rollout", "rollout", {"role": "rollout"}),
+    Role.RefPolicy: ("ref", "ref", {"role": "ref"}),
+    Role.Critic: ("critic", "critic", {}),
+    Role.RewardModel: ("reward", "reward_model", {}),
 }
-"""The field of PPOConfig that is the ``config`` argument of a role's workers."""
+"""The group's name, the field of PPOConfig that is the ``config`` argument of its workers, and their other arguments,
+in the order in which groups start."""
 
-GROUPS: Mapping[Role, tuple[str, Mapping[str, Any]]] = {
-    Role.ActorRolloutRef: ("actor", {"role": "actor_rollout_ref"}),
-    Role.ActorRollout: ("actor", {"role": "actor_rollout"}),
-    Role.Actor: ("actor", {"role": "actor"}),
-    Role.Rollout: ("rollout", {"role": "rollout"}),
-    Role.RefPolicy: ("ref", {"role": "ref"}),
-    Role.Critic: ("critic", {}),
-    Role.RewardModel: ("reward", {}),
-}
-"""The group's name and other arguments of a role's workers, in the order in which groups start."""
-
+CONFIG_KEYS = {role: key for role, (_, key, _) in GROUPS.items()}
 
 PAUSES = {"continue": "keep", "finish": "wait", "stop": "abort"}
 """``rollout.vllm.pause`` by ``trainer.asynchronous.partial``."""
@@ -118,7 +109,7 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[GroupSp
     """
     groups = []
     reference = reads_reference(config, mapping)
-    for role, (name, arguments) in GROUPS.items():
+    for role, (name, key, arguments) in GROUPS.items():
         if role not in mapping or (role is Role.Critic and not _needs_critic(config)):
             continue
         if role is Role.RefPolicy and not reference:
@@ -127,9 +118,9 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[GroupSp
             arguments = {"role": "actor_rollout"}
         if role in (Role.Actor, Role.ActorRollout) and reference and Role.RefPolicy not in mapping:
             arguments = {"role": f"{arguments['role']}_ref"}  # the policy without its adapter
-        worker_config = getattr(config, CONFIG_KEYS[role])
+        worker_config = getattr(config, key)
         if worker_config is None:
-            raise _misfit(mapping, f"{role} has no configuration: set {CONFIG_KEYS[role]}")
+            raise _misfit(mapping, f"{role} has no configuration: set {key}")
         if name == "actor":
             worker_config = _with_kl_loss(worker_config, config, mapping)
         if role is Role.Rollout and isinstance(worker_config, ActorConfig):
@@ -143,7 +134,7 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[GroupSp
             if name == "actor":
                 cls.check_run(worker_config)
         except ConfigError as error:
-            raise with_whole_key(error, type(config), (CONFIG_KEYS[role],)) from error
+            raise with_whole_key(error, type(config), (key,)) from error
         groups.append(GroupSpec(name, role, init))
     return groups
 

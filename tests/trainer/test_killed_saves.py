@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -64,11 +65,12 @@ def killed_at(change: int, run: Callable[[], object]) -> bool:
 def test_killed_at_any_change_of_the_files_a_run_goes_on_to_the_same_weights(tmp_path: Path, staleness: int) -> None:
     torch.set_num_threads(1)
     whole = train(tmp_path / "whole", staleness, save_freq=-1)
+    with started(tmp_path / "first", 1, staleness, save_freq=0, max_to_keep=1) as first:
+        first.fit()
     resumed_at, change = [], 0
     while True:
         directory = tmp_path / str(change)
-        with started(directory, 1, staleness, save_freq=0, max_to_keep=1) as first:
-            first.fit()
+        shutil.copytree(tmp_path / "first", directory, symlinks=True)
         killed = killed_at(change, lambda: train(directory, staleness, resume=True, save_freq=1))  # noqa: B023
         resumed_at.append(started(directory, 1, staleness, resume=True).load_checkpoint())
         resumed = train(directory, staleness, resume=True, save_freq=1)

@@ -55,16 +55,16 @@ class PromptRows:
         _check_columns(records, config)
         shortest, self.truncated = 0, 0
         for index, record in enumerate(records.rows):
-            text, ids = encoded_prompt(record, records.location(index), config, tokenizer)
+            text, ids = encoded_prompt(record, records.locations[index], config, tokenizer)
             if len(ids) > prompt_length:
                 shortest = min(shortest or len(ids), len(ids))
                 if config.truncation == "drop":
                     continue
                 if config.truncation == "error":
                     raise DataError(
-                        f"{records.location(index)}: the prompt has {len(ids)} tokens; rollout.prompt_length is "
+                        f"{records.locations[index]}: the prompt has {len(ids)} tokens; rollout.prompt_length is "
                         f"{prompt_length}: increase it, or set data.truncation to drop or left",
-                        location=records.location(index),
+                        location=records.locations[index],
                         prompt_length=prompt_length,
                     )
                 ids, self.truncated = ids[-prompt_length:], self.truncated + 1
@@ -200,9 +200,9 @@ def _check_columns(records: Records, config: ProblemsConfig) -> None:
     for index, record in enumerate(records.rows):
         if config.prompt_key not in record:
             raise DataError(
-                f"{records.location(index)} has no column {config.prompt_key!r}; it has {', '.join(record)}: set "
+                f"{records.locations[index]} has no column {config.prompt_key!r}; it has {', '.join(record)}: set "
                 "data.prompt_key to the column of the prompts",
-                location=records.location(index),
+                location=records.locations[index],
             )
 
 

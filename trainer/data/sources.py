@@ -31,31 +31,22 @@ class Records:
     Attributes:
         name: the file, directory or task, for error messages.
         rows: the values by column.
-        locations: the position of each row in ``name``, such as ``line 3``.
-        names: the file of each row, if the rows are of several.
+        locations: of each row, such as ``problems.jsonl, line 3``.
     """
 
     name: str
     rows: Sequence[Mapping[str, Any]]
     locations: Sequence[str]
-    names: Sequence[str] = ()
 
     @staticmethod
     def joined(parts: Sequence[Records]) -> Records:
         """Return the rows of several files in their order."""
-        if len(parts) == 1:
-            return parts[0]
         rows = [row for part in parts for row in part.rows]
         locations = [location for part in parts for location in part.locations]
-        names = [part.name for part in parts for _ in part.rows]
-        return Records(", ".join(part.name for part in parts), rows, locations, names)
+        return Records(", ".join(part.name for part in parts), rows, locations)
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def location(self, index: int) -> str:
-        """Return the name and the position of a row."""
-        return f"{self.names[index] if self.names else self.name}, {self.locations[index]}"
 
     def selected(self, skip: int, size: int) -> Records:
         """Return ``size`` rows after the first ``skip``; all of them for a ``size`` of 0.
@@ -69,7 +60,7 @@ class Records:
                 f"{self.name} has {len(self)} rows; skip {skip} and size {size} need {max(end, skip + 1)}",
                 rows=len(self),
             )
-        return Records(self.name, self.rows[skip:end], self.locations[skip:end], self.names[skip:end])
+        return Records(self.name, self.rows[skip:end], self.locations[skip:end])
 
 
 def checked_record(value: Any, location: str) -> Mapping[str, Any]:
@@ -116,7 +107,8 @@ def read_reasoning_gym(config: DatasetConfig) -> Records:
             value=config.size,
         )
     rows = [{"prompt": entry["question"], "answer": entry["answer"], "entry": entry} for entry in different.values()]
-    return Records(f"reasoning-gym's {config.task}", rows, [f"problem {number}" for number in range(wanted)])
+    name = f"reasoning-gym's {config.task}"
+    return Records(name, rows, [f"{name}, problem {number}" for number in range(wanted)])
 
 
 def _task(config: DatasetConfig, size: int) -> Any:
@@ -151,7 +143,7 @@ def read_verifiers(config: DatasetConfig) -> Records:
         raise ConfigError(f"verifiers loads no environment {config.task!r}: {error}", key="task") from error
     rows = environment.get_eval_dataset() if config.split == "eval" else environment.get_dataset()
     named = [{"answer": "", **row} for row in rows]
-    return Records(f"the environment {config.task}", named, [f"row {number}" for number in range(len(named))])
+    return _numbered(f"the environment {config.task}", named)
 
 
 def source_of_path(path: Path) -> str:
@@ -191,7 +183,7 @@ def read_jsonl(config: DatasetConfig) -> Records:
             text = f"{path}, line {number} is not JSON: {reason}: {line.strip()[:60]!r}"
             raise DataError(text, path=str(path), line=number) from error
         rows.append(checked_record(value, f"{path}, line {number}"))
-        locations.append(f"line {number}")
+        locations.append(f"{path}, line {number}")
     return _not_empty(Records(str(path), rows, locations))
 
 
@@ -265,7 +257,7 @@ def without_filled(rows: list[dict[str, Any]], schema: Any) -> list[dict[str, An
 
 
 def _numbered(name: str, rows: list[dict[str, Any]]) -> Records:
-    return Records(name, rows, [f"row {number}" for number in range(len(rows))])
+    return Records(name, rows, [f"{name}, row {number}" for number in range(len(rows))])
 
 
 def _not_empty(records: Records) -> Records:

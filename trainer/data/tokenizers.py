@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,30 +112,6 @@ class TokenizerSource:
     path: str | None
     texts: Callable[[], tuple[Iterable[str], Iterable[str]]]
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-def check_tokenizer(tokenizer: TextTokenizer, kind: str) -> None:
-    """Check that a tokenizer has everything that ``TextTokenizer`` has, and that it can be saved, as a run does.
-
-    Args:
-        tokenizer: the tokenizer.
-        kind: its name in the configuration.
-
-    Raises:
-        ConfigError: it lacks methods or attributes, or ``save`` fails.
-    """
-    name = f"tokenizer.kind={kind} ({type(tokenizer).__name__})"
-    members = [member for member in dir(TextTokenizer) if not member.startswith("_")]
-    missing = [member for member in members if not hasattr(tokenizer, member)]
-    if missing:
-        text = f"{name} has no {', '.join(missing)}; a tokenizer has the methods of trainer.TextTokenizer"
-        raise ConfigError(text, key="tokenizer.kind", value=kind, missing=missing)
-    try:
-        with tempfile.TemporaryDirectory() as directory:
-            tokenizer.save(Path(directory))
-    except Exception as error:  # whatever the program raises
-        text = f"{name} cannot be saved: save raises {type(error).__name__}: {error}"
-        raise ConfigError(text, key="tokenizer.kind", value=kind, missing=[]) from error
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:

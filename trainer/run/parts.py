@@ -15,7 +15,7 @@ from trainer.config import ValidationConfig
 from trainer.data.prompts import Demonstrations, PromptRows, answer_of, demonstrations_of
 from trainer.data.sources import Records, load_records
 from trainer.data.stream import BatchStream, Mixture
-from trainer.data.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource, check_tokenizer
+from trainer.data.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource
 from trainer.data.vocabulary import check_tokens, has_tokenizer
 from trainer.estimators.registry import ADVANTAGE_ESTIMATORS
 from trainer.rewards.configured import FunctionRewards, check_functions
@@ -336,7 +336,7 @@ def make_tokenizer(config: RunConfig, records: Sequence[Records]) -> TextTokeniz
         records: of all data sets, for a tokenizer that is made from their texts.
 
     Raises:
-        ConfigError: there is none, it lacks methods, or it cannot be saved.
+        ConfigError: there is none.
     """
     path = config.tokenizer.path or config.actor_rollout_ref.model.hf_path
     data, rows = config.data, [row for record in records for row in record.rows]
@@ -346,10 +346,8 @@ def make_tokenizer(config: RunConfig, records: Sequence[Records]) -> TextTokeniz
         prompts, answers = ([value for value in column if isinstance(value, str)] for column in values)
         return prompts, answers
 
-    kind = config.tokenizer.kind
-    tokenizer = TOKENIZERS.get_or_raise(kind)(TokenizerSource(path, texts, config.tokenizer.chat_template_kwargs))
-    check_tokenizer(tokenizer, kind)
-    return tokenizer
+    make = TOKENIZERS.get_or_raise(config.tokenizer.kind)
+    return make(TokenizerSource(path, texts, config.tokenizer.chat_template_kwargs))
 
 
 def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer) -> None:

@@ -25,7 +25,7 @@ class Letters:
 
 
 def records(*rows):
-    return Records("rows.jsonl", rows, [f"line {number + 1}" for number in range(len(rows))])
+    return Records("rows.jsonl", rows, [f"rows.jsonl, line {number + 1}" for number in range(len(rows))])
 
 
 def test_prompts_are_padded_on_the_left_and_keep_their_record():

@@ -26,7 +26,7 @@ def test_lines_of_json_are_records_with_their_line_numbers(tmp_path):
     path = jsonl(tmp_path, json.dumps(ROWS[0]), "", json.dumps({"prompt": "line\u2028separator"}, ensure_ascii=False))
     records = load_records(DatasetConfig(str(path)), "data.train")
     assert [row["prompt"] for row in records.rows] == ["0 + 1 =", "line\u2028separator"]
-    assert records.location(1) == f"{path}, line 3"
+    assert records.locations[1] == f"{path}, line 3"
 
 
 def test_skip_and_size_select_rows(tmp_path):
@@ -125,7 +125,7 @@ def test_a_parquet_file_has_the_rows_of_its_table(tmp_path):
 
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     records = load_records(DatasetConfig(str(tmp_path / "rows.parquet")), "data.train")
-    assert records.rows == ROWS and records.location(2).endswith("rows.parquet, row 2")
+    assert records.rows == ROWS and records.locations[2].endswith("rows.parquet, row 2")
 
 
 @needs_pyarrow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from mcontroller.cli.main import main
 from mcontroller.errors import ConfigError
 from mcontroller.files import acquire_lock
 from trainer.data.tokenizers import TokenizerSource
+from trainer.run.config import read_run_config
 from trainer.run.hf_tokenizer import HuggingFaceTokenizer
+from trainer.run.parts import make_parts
 
 RUN = """
 imports: [examples.ppo.tokenizer]
@@ -86,6 +89,12 @@ def error_of(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     return error
 
 
+def trial(*overrides: str) -> list[str]:
+    """What ``check`` and ``train`` print of the trial of the reward functions."""
+    with closing(make_parts(read_run_config("run.yaml", overrides))) as parts:
+        return parts.try_rewards()
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -148,9 +157,9 @@ def test_a_function_of_batches_that_returns_too_few_scores_is_reported(folder, c
     assert "it returned 1 scores for 2 samples. prompt 'Add: 1 + 2 ='" in error
 
 
-@pytest.mark.simulated
+@pytest.mark.processes
 def test_a_function_that_applies_to_a_later_problem_is_accepted(folder):
-    assert main(["check", "run.yaml", FUNCTION.format("for_other_problems")]) == 0
+    trial(FUNCTION.format("for_other_problems"))
 
 
 @pytest.mark.processes
@@ -189,11 +198,10 @@ def test_a_problem_anywhere_without_the_answer_that_is_read_is_an_error(folder, 
     assert shown in error and "'mine'" in error
 
 
-@pytest.mark.simulated
+@pytest.mark.processes
 def test_an_answer_in_a_nested_column_is_read_by_its_key(folder, capsys):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in NESTED))
-    assert main(["check", "run.yaml", EXACT, "data.answer_key=reward_model.ground_truth"]) == 0
-    assert "right answers" not in capsys.readouterr().out
+    assert trial(EXACT, "data.answer_key=reward_model.ground_truth") == []
     error = error_of(capsys, EXACT, "data.answer_key=reward_model.truth")
     assert "has no such column; did you mean reward_model" in error or "has no such column; it has" in error
 
@@ -222,14 +230,14 @@ def test_a_column_that_a_later_problem_lacks_is_an_error(folder, capsys):
     assert "needs 'level'" in error and "(problem 2 of 2 in data.train): there are prompt, answer, response" in error
 
 
-@pytest.mark.simulated
+@pytest.mark.processes
 @pytest.mark.parametrize("function", ["does_without", "does_not_apply"])
 def test_a_function_may_do_without_an_answer_or_not_apply(folder, function):
     (folder / "rows.jsonl").write_text("\n".join([*GOOD, '{"prompt": "1 + 2 ="}']))
-    assert main(["check", "run.yaml", FUNCTION.format(function)]) == 0
+    trial(FUNCTION.format(function))
 
 
-@pytest.mark.simulated
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("function", "facts"),
     [
@@ -241,28 +249,23 @@ def test_a_function_may_do_without_an_answer_or_not_apply(folder, function):
         ("right", ()),
     ],
 )
-def test_check_prints_one_line_if_right_answers_do_not_get_the_best_score(folder, capsys, function, facts):
-    batch = "rewards.functions.mine.batch=" + str(function == "all_equal").lower()
-    assert main(["check", "run.yaml", FUNCTION.format(function), batch]) == 0
-    lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("rewards: ")]
+def test_there_is_one_line_if_right_answers_do_not_get_the_best_score(folder, function, facts):
+    lines = trial(FUNCTION.format(function), "rewards.functions.mine.batch=" + str(function == "all_equal").lower())
     assert len(lines) == bool(facts) and all(fact in text for text in lines for fact in facts)
 
 
-@pytest.mark.simulated
-def test_the_weighted_sum_of_functions_is_what_right_answers_are_compared_by(folder, capsys):
-    punished = "rewards.functions.other={function: 'rewards.py:right', weight: -2.0}"
-    assert main(["check", "run.yaml", punished]) == 0
-    printed = capsys.readouterr().out
-    assert "2 of 2 right answers in data.train" in printed and "such as '3' with -1" in printed
+@pytest.mark.processes
+def test_the_weighted_sum_of_functions_is_what_right_answers_are_compared_by(folder):
+    [line] = trial("rewards.functions.other={function: 'rewards.py:right', weight: -2.0}")
+    assert "2 of 2 right answers in data.train" in line and "such as '3' with -1" in line
 
 
-@pytest.mark.simulated
+@pytest.mark.processes
 @pytest.mark.parametrize("answers", [[3, 4], [3.0, 4.0], [True, False]])
-def test_answers_that_are_numbers_or_booleans_get_the_best_score(folder, capsys, answers):
+def test_answers_that_are_numbers_or_booleans_get_the_best_score(folder, answers):
     rows = [PROBLEM | {"answer": answer} for answer in answers]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["check", "run.yaml", EXACT]) == 0
-    assert "right answers" not in capsys.readouterr().out
+    assert trial(EXACT) == []
 
 
 @pytest.mark.processes

@@ -6,7 +6,6 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -14,7 +13,6 @@ import ray
 from mcontroller.cli.main import main
 from mcontroller.errors import ConfigError, DataError, LayoutError, MControllerError
 from tests.workers.weights.test_hf_fields import QWEN_3_CODER
-from trainer.data.tokenizers import check_tokenizer
 from trainer.run import check_verb
 from trainer.run.config import read_run_config
 from trainer.run.model_roles import role_calls
@@ -136,29 +134,6 @@ def test_one_mistake_is_one_error_with_the_whole_key(config_file, mistake, key):
     with pytest.raises(ConfigError) as raised:
         check(config_file, mistake)
     assert raised.value.key == key and "errors" not in raised.value.fields
-
-
-class WithoutSave:
-    eos_token_id, pad_token_id, vocab_size = 1, 0, 32
-    encode = decode = render = print
-
-
-class FailingSave(WithoutSave):
-    def save(self, directory: Path) -> None:
-        (directory / "missing" / "vocabulary.json").write_text("[]")
-
-
-class Saves(WithoutSave):
-    def save(self, directory: Path) -> None:
-        (directory / "vocabulary.json").write_text("[]")
-
-
-@pytest.mark.parametrize(("tokenizer", "missing"), [(WithoutSave(), ["save"]), (FailingSave(), [])])
-def test_a_tokenizer_that_a_run_cannot_save_is_rejected(tokenizer: Any, missing: list[str]) -> None:
-    with pytest.raises(ConfigError) as raised:
-        check_tokenizer(tokenizer, "mine")
-    assert (raised.value.key, raised.value.value, raised.value.missing) == ("tokenizer.kind", "mine", missing)
-    check_tokenizer(Saves(), "mine")  # type: ignore[arg-type]
 
 
 def test_check_rejects_the_directory_of_another_run_as_train_does(config_file, tmp_path):

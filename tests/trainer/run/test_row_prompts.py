@@ -161,7 +161,7 @@ def given(records: Records, row: int, mine: Any, **config: Any) -> list[int] | N
     try:
         made = PromptRows(one, ProblemsConfig(prompt_key="messages", **config), mine, 2000)[0]
     except DataError as error:
-        assert error.location == records.location(row)
+        assert error.location == records.locations[row]
         return None
     return made["input_ids"][made["attention_mask"] == 1].tolist()
 
@@ -224,7 +224,7 @@ def test_the_system_message_of_a_row_replaces_the_configurations(tmp_path):
     assert given(records, 0, mine, system_prompt="be polite") == expected(theirs, {"messages": prompt})
     assert given(records, 1, mine, system_prompt="be polite") == expected(theirs, ROWS[1])
     with pytest.raises(ConfigError) as caught:
-        texts = Records("rows.jsonl", [{"prompt": "hi"}], ["line 1"])
+        texts = Records("rows.jsonl", [{"prompt": "hi"}], ["rows.jsonl, line 1"])
         PromptRows(texts, ProblemsConfig(system_prompt="be polite"), mine, 99)
     assert (caught.value.key, caught.value.value) == ("data.system_prompt", "be polite")
 
@@ -243,7 +243,7 @@ def test_a_demonstration_goes_on_inside_of_the_text(tmp_path):
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path)
     mine = HuggingFaceTokenizer(TokenizerSource(str(tmp_path), lambda: ([], [])))
-    rows = Records("rows.jsonl", [{"prompt": "1+1=", "answer": "2"}], ["line 1"])
+    rows = Records("rows.jsonl", [{"prompt": "1+1=", "answer": "2"}], ["rows.jsonl, line 1"])
     row = Demonstrations(PromptRows(rows, ProblemsConfig(), mine, 5), 3)[0]
     assert row["input_ids"].tolist() == [2, 3, 4, 3, 5, 6, 1, 1] and mine.encode("2") == [2, 6]
     assert row["loss_mask"].tolist() == [0, 0, 0, 0, 0, 1, 1, 0]
