@@ -177,16 +177,6 @@ def test_a_shared_pool_of_gpus_is_rejected_one_step_off_policy(config_file: Path
     assert (caught.value.key, caught.value.value) == ("trainer.max_staleness", 1)
 
 
-@pytest.mark.simulated
-def test_check_prints_the_timeout_of_collectives_and_the_variables_of_cuda(config_file, capsys):
-    assert main(["check", str(config_file), "pool.use_gpu=true"]) == 0
-    printed = capsys.readouterr().out
-    assert "collectives fail after actor_rollout_ref.timeout_s = 7200 s" in printed
-    assert (
-        "actor_rollout_ref: CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs before compute capability 10.0: with tp=4" in printed
-    )
-
-
 def test_a_timeout_of_collectives_ends_no_start_of_an_engine(config_file):
     short = ["actor_rollout_ref.rollout.engine=vllm", "actor_rollout_ref.timeout_s=600"]
     with pytest.raises(ConfigError) as caught:

@@ -32,6 +32,8 @@ def test_a_role_is_printed_with_its_layout_and_memory(config_file: Path, capsys:
     printed = capsys.readouterr().out
     lines = printed.splitlines()
     assert "actor_rollout_ref: 16 ranks, tp 4 x dp 2 x pp 2" in lines
+    assert "collectives fail after actor_rollout_ref.timeout_s = 7200 s" in printed
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs before compute capability 10.0: with tp=4" in printed
     train = next(line.split() for line in lines if "update_actor" in line)
     parameters, gradients, optimizer = map(float, train[2:5])
     assert parameters == pytest.approx(2 * 7.6e9 / 8 * 2 / 2**30, rel=0.01)  # 7.6e9, 2 bytes each, on 8 ranks, and ref
