@@ -140,7 +140,7 @@ def _checked_outcome(returned: Trajectory) -> tuple[float | None, dict[str, floa
     """
     outcome = returned.metrics if returned.score is None else {**returned.metrics, "score": returned.score}
     for name, value in outcome.items():
-        if not isinstance(value, Real) or not abs(value) < math.inf:  # type: ignore[operator]
+        if not isinstance(value, Real) or not abs(value) < math.inf:
             text = f"its {name!s:.60} is of type {type(value).__name__}; expected a finite number"
             raise EpisodeError(text, kind="invalid")
     score = None if returned.score is None else float(returned.score)

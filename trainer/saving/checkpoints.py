@@ -66,7 +66,7 @@ class _Writing:
 
     state: RunState
     groups: Mapping[str, WorkerGroup]
-    staged: Mapping[str, Path]
+    staged: str
     written: Mapping[str, Path]
     in_flight: tuple[SavedBatch, ...]
 
@@ -116,35 +116,33 @@ class RunCheckpoints:
             if outside := outside_of(self.directory, section):
                 text = f"{self.directory / section} leads to {outside}, outside of the run's directory: links to"
                 raise DataError(f"{text} another disk must be links of the whole directory", path=outside)
-        self.recover(groups)
-        name = f"{_STAGED}{secrets.token_hex(4)}"
-        staged = {section: self.directory / section / name for section in sections}
+        self.recover()
+        staged = f"{_STAGED}{secrets.token_hex(4)}"
         with self._deleted_if_it_fails(staged, state.global_steps):
             written = self._write(groups, staged, state.global_steps, reshardable)
             batches: tuple[SavedBatch, ...] = ()
             if state.in_flight:
-                written[_IN_FLIGHT] = staged[_IN_FLIGHT] / f"global_step_{state.global_steps}"
+                written[_IN_FLIGHT] = self.directory / _IN_FLIGHT / staged / f"global_step_{state.global_steps}"
                 batches = write_batches(written[_IN_FLIGHT], state.in_flight)
         self._writing = _Writing(replace(state, in_flight=()), dict(groups), staged, written, batches)
 
-    def _write(
-        self, groups: Mapping[str, WorkerGroup], staged: Mapping[str, Path], step: int, reshardable: bool
-    ) -> dict[str, Path]:
+    def _write(self, groups: Mapping[str, WorkerGroup], staged: str, step: int, reshardable: bool) -> dict[str, Path]:
         """Save every group into its new directory and return the directories that they reported."""
         written: dict[str, Path] = {}
         for group_name, group in groups.items():
             self.devices.make_room(group.save_checkpoint)
-            path = group.save_checkpoint(str(staged[group_name]), step, asynchronous=True, reshardable=reshardable)[0]
+            directory = self.directory / group_name / staged
+            path = group.save_checkpoint(str(directory), step, asynchronous=True, reshardable=reshardable)[0]
             written[group_name] = Path(path)
-            if written[group_name].parent != staged[group_name]:
+            if written[group_name].parent != directory:
                 raise DataError(
-                    f"{group_name}.save_checkpoint returned {path!r}; expected a directory in {staged[group_name]}",
+                    f"{group_name}.save_checkpoint returned {path!r}; expected a directory in {directory}",
                     role=group_name,
                     path=path,
                 )
         return written
 
-    def recover(self, groups: Mapping[str, WorkerGroup]) -> None:
+    def recover(self) -> None:
         """Complete a save that was interrupted after it was recorded, and delete the remains of those before that.
 
         Raises:
@@ -154,9 +152,7 @@ class RunCheckpoints:
         record = self._record()
         if record is not None and (record.staged or record.obsolete):
             self._complete(record)
-        for name in (*groups, _IN_FLIGHT):
-            for remains in (self.directory / name).glob(f"{_STAGED}*"):
-                shutil.rmtree(remains)
+        self._delete(f"{_STAGED}*")
 
     def load(self, groups: Mapping[str, WorkerGroup]) -> RunState:
         """Load the last save of the run into all groups, or the newest earlier one that is whole, and return its state.
@@ -184,7 +180,7 @@ class RunCheckpoints:
         for name, group in groups.items():
             self.devices.make_room(group.load_checkpoint)
             group.load_checkpoint(paths[name])
-        self.recover(groups)
+        self.recover()
         return replace(save.state, in_flight=batches)
 
     def fallbacks(self) -> list[str]:
@@ -236,8 +232,7 @@ class RunCheckpoints:
             self.finish()
             return
         self._writing = None
-        for directory in writing.staged.values():
-            shutil.rmtree(directory, ignore_errors=True)
+        self._delete(writing.staged)
 
     def close(self) -> None:
         """Finish the save in flight, if its groups can still write it, and let other runs use the directory.
@@ -258,15 +253,19 @@ class RunCheckpoints:
             text = f"cannot write to {self.directory}: {error}; {free_space(self.directory)}"
             raise DataError(text, path=str(self.directory)) from error
 
+    def _delete(self, staged: str) -> None:
+        """Delete the directories of this name in which groups wrote saves that do not count."""
+        for directory in self.directory.glob(f"*/{staged}"):
+            shutil.rmtree(directory, ignore_errors=True)
+
     @contextlib.contextmanager
-    def _deleted_if_it_fails(self, staged: Mapping[str, Path], step: int) -> Iterator[None]:
+    def _deleted_if_it_fails(self, staged: str, step: int) -> Iterator[None]:
         """Delete what was written of a save that fails. If it cannot be written, say what the run has instead."""
         try:
             yield
         except (MControllerError, OSError) as error:
             cause = error.cause if isinstance(error, WorkerError) else f"{error}; {free_space(self.directory)}"
-            for directory in staged.values():
-                shutil.rmtree(directory, ignore_errors=True)
+            self._delete(staged)
             if not isinstance(error, OSError | WorkerError):
                 raise
             record = self._record()
@@ -298,7 +297,7 @@ class RunCheckpoints:
                 places, replace(state, program=checked_program(state.program), value=value), writing.in_flight
             ),
             earlier=kept,
-            staged={name: os.path.relpath(path, self.directory) for name, path in writing.staged.items()},
+            staged=writing.staged,
             obsolete=tuple(
                 place for save in earlier if save not in kept for place in save.groups.values() if place not in needed
             ),
@@ -324,11 +323,12 @@ class RunCheckpoints:
 
     def _complete(self, record: RunRecord) -> None:
         """Move the checkpoints of the record to their places and delete what is obsolete; safe to repeat."""
-        for group_name, staged in record.staged.items():
-            _move(self.directory / staged, self.directory / record.last.groups[group_name])
-        for place in record.obsolete:
-            delete_with_links(self.directory / place)
-        write_record(self.directory, replace(record, staged={}, obsolete=()))
+        if record.staged:
+            for place in map(self.directory.joinpath, record.last.groups.values()):
+                _move(place.with_name(record.staged), place)
+        for obsolete in record.obsolete:
+            delete_with_links(self.directory / obsolete)
+        write_record(self.directory, replace(record, staged="", obsolete=()))
 
 
 def _move(staged: Path, place: Path) -> None:

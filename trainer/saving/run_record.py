@@ -142,13 +142,14 @@ class RunRecord:
     Attributes:
         last: the last save.
         earlier: the saves before it that are kept, the newest first.
-        staged: by group, the directory in which the last save was written and from which it is still to be moved.
+        staged: the name of the directories in which the last save was written, beside its places, and from which it is
+            still to be moved; empty: it has been.
         obsolete: directories that are still to be deleted.
     """
 
     last: SavedStep
     earlier: tuple[SavedStep, ...] = ()
-    staged: Mapping[str, str] = field(default_factory=dict)
+    staged: str = ""
     obsolete: tuple[str, ...] = ()
 
     def saves(self) -> tuple[SavedStep, ...]:
@@ -158,10 +159,8 @@ class RunRecord:
     def locate(self, directory: Path, save: SavedStep, group: str) -> Path:
         """Return the directory of a group's checkpoint now, whether or not it has been moved to its place."""
         place = directory / save.groups[group]
-        if save is self.last and group in self.staged:
-            staged = directory / self.staged[group] / place.name
-            return staged if staged.exists() else place
-        return place
+        staged = place.parent / self.staged / place.name
+        return staged if save is self.last and staged.exists() else place
 
 
 def checked_program(program: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -183,7 +182,7 @@ def write_record(directory: Path, record: RunRecord) -> None:
     """Replace the record of the run in ``directory``."""
     content = _json_of(record.last) | {"earlier": [_json_of(save) for save in record.earlier]}
     if record.staged or record.obsolete:
-        content |= {"staged": dict(record.staged), "obsolete": list(record.obsolete)}
+        content |= {"staged": record.staged, "obsolete": list(record.obsolete)}
     replace_text(directory / RECORD, json.dumps(content, indent=1))
 
 
@@ -203,11 +202,13 @@ def read_record(directory: Path) -> RunRecord:
         raise DataError(f"there is no checkpoint to resume from: {path} does not exist", path=str(path))
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        obsolete = dict(enumerate(content.get("obsolete", ())))
+        obsolete, staged = dict(enumerate(content.get("obsolete", ()))), content.get("staged", "")
+        if PurePosixPath(staged).name != staged or staged == "..":
+            raise ValueError(f"staged is {staged!r:.100}, expected the name of a directory")
         return RunRecord(
             last=_saved_step(directory, content),
             earlier=tuple(_saved_step(directory, save) for save in content.get("earlier", ())),
-            staged=_directories(directory, "staged", content.get("staged", {})),
+            staged=staged,
             obsolete=tuple(_directories(directory, "obsolete", obsolete).values()),
         )
     except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
