@@ -166,25 +166,6 @@ def check_deterministic(first: OneProcess, second: OneProcess) -> None:
                 )
 
 
-def compare_references(mine: OneProcess, saved: OneProcess, allowed: float) -> tuple[list[Difference], float]:
-    """Return the differences of the first step in which two trainings of one process differ, and the largest error."""
-    report = RankReport(0, {})
-    for step, (one, true) in enumerate(zip(mine.steps, saved.steps, strict=True), start=1):
-        compared = _Compared(report, step, allowed)
-        for name in true.losses.keys() | one.losses.keys():
-            compared.numbers("loss", name, one.losses.get(name, math.nan), true.losses.get(name, math.nan))
-        for name, value in true.gradients.items():
-            compared.tensors(
-                "gradient", name, one.gradients.get(name, torch.full_like(value, math.nan)), value, true.floor
-            )
-        for name, value in true.scores.items():
-            compared.tensors("scores", name, one.scores.get(name, value * math.nan), value, 0.0)
-        compared.updates(one.updated, true.updated)
-        for name, value in true.weights.items():
-            compared.tensors("weight", name, one.weights.get(name, value * math.nan), value, 0.0)
-    return report.differences, report.largest
-
-
 def compare_rank(
     program: Program, variant: Variant, reference: OneProcess, dtype: torch.dtype, allowed: float
 ) -> RankReport:

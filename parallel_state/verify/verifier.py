@@ -28,7 +28,6 @@ from parallel_state.verify.comparing import (
     ReferenceStep,
     check_deterministic,
     compare_rank,
-    compare_references,
     replicas_that_differ,
     tolerance,
     train_reference,
@@ -229,14 +228,13 @@ class Verifier:
         """Write the training of one process to a file, for ``against`` with another version of the code."""
         torch.save(asdict(self.reference), path)
 
-    def against(self, path: Path, name: str = "") -> Outcome:
+    def against(self, path: Path) -> Outcome:
         """Compare the training of one process with a saved one, from the saved weights.
 
         Layouts that are verified later are compared with the saved one.
 
         Args:
             path: what ``save`` wrote with this program, in another environment or at another commit.
-            name: of the outcome; empty for that of the file.
 
         Raises:
             VerifyError: the file has other weights, another number of steps, or is no such file.
@@ -248,18 +246,19 @@ class Verifier:
                 f"{path} has {len(saved.steps)} steps in {saved.dtype}; this run makes {self.steps} in {self._dtype}"
             )
         for weight, there in saved.start.items():
-            here = self.reference.start.get(weight, there)
-            if here.shape != there.shape:
+            here = self.reference.start.get(weight)
+            if here is None or here.shape != there.shape:
+                now = "missing" if here is None else list(here.shape)
                 raise VerifyError(
-                    f"{path} is of another program: {weight} is {list(there.shape)} there and {list(here.shape)} here",
-                    weight=weight,
+                    f"{path} is of another program: {weight} is {list(there.shape)} there and {now} here", weight=weight
                 )
         with self._precision():
-            mine = self._one_process(saved.start)
-        differences, largest = compare_references(mine, saved, self.tolerance)
+            (report,) = self._ranks(ONE_PROCESS, saved, self._dtype, self.tolerance)
         self.reference = saved
         self._records.clear()
-        return Outcome(f"against {name or path.name}", 1, differences, None, None, largest, time.perf_counter() - began)
+        differences = [one for one in report.differences if one.kind != "seed"]  # other initial weights are no fault
+        seconds = time.perf_counter() - began
+        return Outcome(f"against {path.name}", 1, differences, largest=report.largest, seconds=seconds)
 
 
 def _load(path: Path) -> OneProcess:

@@ -18,7 +18,7 @@ import torch
 from mcontroller.data.batch import DataProto
 from parallel_state.layout import ParallelLayout
 from parallel_state.verify.layouts import Variant
-from parallel_state.verify.program import Program, VerifyError
+from parallel_state.verify.program import Program
 from parallel_state.verify.training import ADAM_EPS, LEARNING_RATE, StepValues, Training
 from workers.config import ActorConfig, OptimConfig, ParallelConfig
 from workers.losses.registry import POLICY_LOSSES
@@ -211,17 +211,6 @@ class RoleProgram(Program):
 
         lengths = _PROMPT + _RESPONSE
         return cls(config, worker.build_model, worker.forward_step, batch, lengths, micro_batches, _ROWS, role=role)
-
-    def smaller(self, *, micro_batches: int | None = None, seq_length: int | None = None, **fields: Any) -> RoleProgram:
-        """Return the role with fewer micro-batches, and other values of fields of its model.
-
-        Raises:
-            VerifyError: other lengths are asked for.
-        """
-        if seq_length not in (None, self.seq_length):
-            raise VerifyError(f"the rows of a role have {self.seq_length} tokens; leave seq_length out")
-        config = replace(self.role.config, model=replace(self.role.config.model, **fields))
-        return self.of(replace(self.role, config=config), micro_batches or self.micro_batches)
 
     def recorded(self) -> RoleProgram:
         """Return the role with the same rows, whole, in every micro-batch of every layout."""
