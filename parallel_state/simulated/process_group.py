@@ -172,11 +172,6 @@ class SimulatedGroup(dist.ProcessGroup):
         self._simulation.announce(call)
         return SimulatedWork(self._simulation, call)
 
-    def compare(self, values: _Tensors, what: str, equal: bool, check: Any) -> None:
-        """Compare values with those of the other members; see ``parallel_state.simulated.require_equal``."""
-        operation = "require_equal" if equal else "require_different"
-        self._collective(operation, values, [], key=((), ()), what=repr(what), check=check).wait()
-
     def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:
         """Reduce tensors in place."""
         listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from parallel_state.simulated.agreement import digest_of
 from parallel_state.verify.layouts import ONE_PROCESS, Variant
 from parallel_state.verify.marks import wrong_marks
 from parallel_state.verify.outcome import Difference
 from parallel_state.verify.program import Program, VerifyError
 from parallel_state.verify.seeds import InitialPart
 from parallel_state.verify.training import LEARNING_RATE, training_of
-from parallel_state.verify.weights import ModelTensors, NamedTensor, assemble, digest_of
+from parallel_state.verify.weights import ModelTensors, NamedTensor, assemble
 
 _DEPTH = 16  # how many roundings of one size a value of a small model has gone through
 _SMALL = 1e-3  # of the largest gradient: the error of a smaller one is measured against this

@@ -6,7 +6,6 @@ Names and positions are those of Megatron's ``sharded_state_dict``, which distri
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,8 +127,3 @@ def _leaves(tree: Any) -> Iterator[Any]:
     elif isinstance(tree, dict | list | tuple):
         for value in tree.values() if isinstance(tree, dict) else tree:
             yield from _leaves(value)
-
-
-def digest_of(tensor: torch.Tensor) -> str:
-    """Return a sum over the bits of a tensor."""
-    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
