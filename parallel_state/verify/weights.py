@@ -44,8 +44,7 @@ class NamedTensor:
         Raises:
             VerifyError: one process has no such weight, or one of another shape.
         """
-        mine = self.tensor.dtype  # a value of bfloat16 is compared with the unrounded one
-        part = torch.zeros(self.tensor.shape, dtype=torch.float32 if mine == torch.bfloat16 else mine)
+        part = torch.zeros(self.tensor.shape, dtype=self.tensor.dtype)
         for piece in self.pieces(part):
             true = whole.get(piece.key)
             if true is None:

@@ -31,7 +31,6 @@ from parallel_state.verify.verifier import Verifier
 from trainer.run import commits_table
 from trainer.run.commits_table import positive
 
-_IN_BF16 = "difference from one process in bf16, in float32 (times that of one process in bf16)"
 _COLUMNS = "{:<32} {:>5}  {:<7} {:>8} {:>7}  {}"
 
 
@@ -52,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--full-size", action="store_true", help="do not make a run or a script small")
     parser.add_argument("--steps", type=positive, default=2, help="training steps in each layout; default: 2")
-    precision = parser.add_mutually_exclusive_group()
-    precision.add_argument("--exact", action="store_true", help="compute in float64, to tell faults from rounding")
-    precision.add_argument("--bf16", action="store_true", help="report the rounding of layouts in bfloat16; no fault")
+    parser.add_argument("--exact", action="store_true", help="compute in float64, to tell faults from rounding")
     parser.add_argument("--save", type=output_file, metavar="FILE", help="write the training of one process to it")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with what --save wrote elsewhere")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the outcomes to this file")
@@ -101,9 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
     for same in causes.values():
         title = "; ".join(f"{part.name} {outcome.layout}".strip() for part, outcome in same)
         sys.stdout.write(f"\n{title}\n" + "".join(f"  {line}\n" for line in same[0][1].lines()))
-    sys.stdout.write(
-        f"\n{_summary(len(outcomes), len(different), arguments.bf16)} in {time.perf_counter() - began:.1f} s\n"
-    )
+    text = "layouts train the model of one process"
+    if different:
+        text = f"of {len(outcomes)} layouts do not train the model of one process"
+    count = len(different) or len(outcomes)
+    sys.stdout.write(f"\n{count} {text} in {time.perf_counter() - began:.1f} s\n")
     for part, verifier in zip(parts, verifiers, strict=True):
         of = f" of {part.name}" if part.name else ""
         sys.stdout.write(f"rounding{of}: below {verifier.tolerance:.1e} of the largest value of a tensor\n")
@@ -121,8 +120,7 @@ def _verified(
     for index, part in enumerate(parts):
         verifiers.append(Verifier(part.program, steps=arguments.steps, exact=arguments.exact))
         if not index:
-            last = _IN_BF16 if arguments.bf16 else "first difference"
-            sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", f"{last}\n"))
+            sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", "first difference\n"))
         if arguments.save:
             verifiers[-1].save(part.file(arguments.save))
         outcomes = _outcomes(part, verifiers[-1], arguments, given)
@@ -156,7 +154,7 @@ def _outcomes(
     def verify(layout: str | Variant) -> Outcome:
         variant = parse_layout(layout) if isinstance(layout, str) else layout
         try:
-            return verifier.in_bf16(variant) if arguments.bf16 else verifier.verify(variant)
+            return verifier.verify(variant)
         except VerifyError as error:  # other layouts go on
             return Outcome(variant.text, variant.layout.world_size, failure=f"VerifyError: {error}")
 
@@ -171,19 +169,10 @@ def _outcomes(
 
 def _printed(name: str, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
     for outcome in outcomes:
-        equal = ("-" if outcome.rounding else "yes") if outcome.equal else "NO"
-        figures = outcome.ranks, equal, f"{outcome.largest:.1e}", f"{outcome.seconds:.1f}"
+        figures = outcome.ranks, "yes" if outcome.equal else "NO", f"{outcome.largest:.1e}", f"{outcome.seconds:.1f}"
         sys.stdout.write(_COLUMNS.format(f"{name} {outcome.layout}".strip(), *figures, outcome.first()).rstrip() + "\n")
         sys.stdout.flush()
         yield outcome
-
-
-def _summary(count: int, different: int, in_bf16: bool) -> str:
-    if in_bf16 and not different:
-        return f"{count} layouts in bfloat16 have finite values and equal replicas"
-    if not different:
-        return f"{count} layouts train the model of one process"
-    return f"{different} of {count} layouts do not train the model of one process"
 
 
 def _write_json(path: Path, verifiers: dict[str, Verifier], outcomes: Sequence[tuple[_Part, Outcome]]) -> None:

@@ -129,7 +129,7 @@ def test_a_range_that_git_does_not_know_and_options_that_do_not_fit_are_errors(c
     for revisions in ("main", "nothing..main"):
         with pytest.raises(VerifyError):
             history(checkout, revisions)
-    assert main(["verify", "--commits", str(checkout), "main~1..main", "--bf16"]) == 1
+    assert main(["verify", "--commits", str(checkout), "main~1..main", "--exact"]) == 1
     with pytest.raises(VerifyError):
         history(checkout / "missing")
     with pytest.raises(VerifyError):
