@@ -192,7 +192,7 @@ class Simulation:
         return c10d.GroupMember.NON_GROUP_MEMBER
 
     def announce(self, call: Call) -> None:
-        """Match a call of the running rank with those of others; see ``Announcements``."""
+        """Match a call of the running rank with those of others; complete it if it is the last."""
         self._scheduler.check_running()
         handled = sys.exception()
         if handled is not None:  # such as a barrier in a finally block: the cause of what it does not fit to
