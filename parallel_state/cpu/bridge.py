@@ -38,7 +38,7 @@ def _put_in_place() -> None:
 
 def _remove(module: Any) -> None:
     if isinstance(sys.modules[_ENGINE[0]], _StandIn):
-        sys.modules.update(dict.fromkeys(_ENGINE))  # None: imports raise ImportError, as before
+        sys.modules.update(dict.fromkeys(_ENGINE))  # type: ignore[arg-type] # with None, an import raises ImportError
 
 
 PATCHES: dict[str, Patch] = {_UNGUARDED: _remove}
