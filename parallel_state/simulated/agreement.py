@@ -58,7 +58,7 @@ def _gathered(values: Values, group: dist.ProcessGroup | None) -> dict[int, dict
     """Return the digests of values by rank and name."""
     named = {"": values} if isinstance(values, torch.Tensor) else values
     digests = {name: f"{shape_text(value)} {digest_of(value)}" for name, value in named.items()}
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return dict(zip(ranks, all_gather_values(digests, group), strict=True))
 
 
