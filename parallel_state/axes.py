@@ -7,8 +7,8 @@ expert grid (etp, ep, edp, pp) for mixture-of-experts layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 V = TypeVar("V")
 
@@ -18,39 +18,17 @@ RANK_AXIS = "rank"
 RESERVED_NAMES = frozenset((*DENSE_AXES, *EXPERT_AXES, RANK_AXIS, "vpp", "world_size", "order", "extra"))
 
 
-class FrozenMap(Mapping[str, V]):
-    """An immutable mapping from names to values; picklable, and hashable if its values are.
+class FrozenMap(dict[str, V]):
+    """A dict whose items cannot be set, and that is hashable if its values are."""
 
-    Args:
-        items: a mapping, or (name, value) pairs.
-    """
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
-    __slots__ = ("_data",)
-    _data: dict[str, V]
-
-    def __init__(self, items: Mapping[str, V] | Iterable[tuple[str, V]] = ()) -> None:
-        object.__setattr__(self, "_data", dict(items))
-
-    def __getitem__(self, key: str) -> V:
-        return self._data[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._data)
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._data.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._data)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"FrozenMap is immutable: cannot set attribute {name!r}")
+    def __setitem__(self, name: str, value: V) -> NoReturn:
+        raise TypeError(f"this mapping is immutable: {name!r} cannot be set")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FrozenMap, (self._data,)
+        return FrozenMap, (dict(self),)
 
 
 def dense_grid(sizes: Mapping[str, int]) -> tuple[str, ...]:

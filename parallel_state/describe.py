@@ -1,12 +1,11 @@
-"""A topology as text for people: replicas by pipeline stage, nodes, or single ranks."""
+"""A topology as text for people: replicas by pipeline stage, and nodes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS, dense_grid, expert_grid, product_text
-from parallel_state.errors import TopologyError
 
 Sizes = Mapping[str, int]
 Indices = Mapping[str, Sequence[int]]
@@ -21,33 +20,25 @@ def topology_text(
     *,
     vpp: int | None = None,
     nodes: Sequence[str] | None = None,
-    by: str | None = None,
     max_rows: int = 16,
 ) -> str:
-    """Return the coordinates of all ranks as text; see ``Topology.describe``.
+    """Return the coordinates of all ranks as text: the stages, and the nodes if they are known.
 
     Args:
         sizes: axis -> size.
         columns: axis -> the index of every rank, by rank.
         vpp: the number of virtual stages on each pipeline stage.
         nodes: the node of every rank, by rank.
-        by: ``"stage"``, ``"node"`` or ``"rank"``; None for the stages, and the nodes if they are known.
         max_rows: the largest number of rows of a table; rows in the middle of a longer one are left out.
-
-    Raises:
-        TopologyError: another value of ``by``, or ``"node"`` without nodes.
     """
-    if by not in (None, "stage", "node", "rank"):
-        raise TopologyError(f"describe(by={by!r}): expected 'stage', 'node' or 'rank'", by=by)
-    if by == "node" and nodes is None:
-        raise TopologyError("describe(by='node'): the nodes of these ranks are not known; use 'stage' or 'rank'", by=by)
     blocks = [_headline(sizes, columns, vpp)]
-    if by in (None, "stage") and "pp" in sizes:
-        blocks += _stage_blocks(sizes, columns, max_rows)
-    if nodes is not None and by in (None, "node"):
+    if "pp" in sizes:
+        extra = [axis for axis in dense_grid(sizes) if axis not in DENSE_AXES and sizes[axis] > 1]
+        blocks.append(_stage_block(sizes, columns, (*extra, "dp"), ("cp", "tp"), max_rows))
+        if _uses_experts(sizes):
+            blocks.append(f"experts\n{_stage_block(sizes, columns, (*extra, 'edp'), ('ep', 'etp'), max_rows)}")
+    if nodes is not None:
         blocks.append(_node_block(sizes, columns, nodes, max_rows))
-    if by == "rank":
-        blocks.append(_rank_block(sizes, columns, nodes, max_rows))
     return "\n\n".join(blocks)
 
 
@@ -63,23 +54,12 @@ def runs_text(values: Sequence[int]) -> str:
     return ", ".join(texts) if len(texts) <= 3 else f"{texts[0]}, {texts[1]} .. {texts[-1]}"
 
 
-def _world_size(columns: Indices) -> int:
-    return len(next(iter(columns.values())))
-
-
 def _uses_experts(sizes: Sizes) -> bool:
     return bool(expert_grid(sizes)) and (sizes["ep"] > 1 or sizes["etp"] != sizes["tp"])
 
 
-def _axes_in_use(sizes: Sizes) -> list[str]:
-    """Return the axes with more than one index: the dense ones, and the expert ones if they differ from those."""
-    experts = EXPERT_AXES if _uses_experts(sizes) else ()
-    axes = (*(axis for axis in dense_grid(sizes) if axis != RANK_AXIS), *experts)
-    return [axis for axis in axes if sizes[axis] > 1]
-
-
 def _headline(sizes: Sizes, columns: Indices, vpp: int | None) -> str:
-    world_size = _world_size(columns)
+    world_size = len(next(iter(columns.values())))
     ranks = f"{world_size:,} rank{'s' if world_size > 1 else ''}"
     if RANK_AXIS in sizes:
         return f"{ranks}, no axes"
@@ -91,29 +71,8 @@ def _headline(sizes: Sizes, columns: Indices, vpp: int | None) -> str:
     return "\n".join(lines)
 
 
-def _stage_blocks(sizes: Sizes, columns: Indices, max_rows: int) -> Iterator[str]:
-    extra = _extra_axes(sizes)
-    yield _stage_block(sizes, columns, rows=(*extra, "dp"), cell=("cp", "tp"), max_rows=max_rows)
-    if _uses_experts(sizes):
-        experts = _stage_block(sizes, columns, rows=(*extra, "edp"), cell=("ep", "etp"), max_rows=max_rows)
-        yield f"experts\n{experts}"
-
-
-def _extra_axes(sizes: Sizes) -> list[str]:
-    return [axis for axis in dense_grid(sizes) if axis not in DENSE_AXES and sizes[axis] > 1]
-
-
 def _stage_block(sizes: Sizes, columns: Indices, rows: Sequence[str], cell: Sequence[str], max_rows: int) -> str:
-    head, body = _stage_table(sizes, columns, rows, cell)
-    inside = [f"{axis} {runs_text(range(sizes[axis]))}" for axis in reversed(cell) if sizes[axis] > 1]
-    legend = f"\n(ranks in a cell: {', then '.join(inside)})" if inside else ""
-    return table_text(head, body, max_rows) + legend
-
-
-def _stage_table(
-    sizes: Sizes, columns: Indices, rows: Sequence[str], cell: Sequence[str]
-) -> tuple[list[str], list[list[str]]]:
-    """Return head and body of a table with replicas down and pipeline stages across.
+    """Return a table with replicas down and pipeline stages across.
 
     Each cell lists its ranks in the order of the ``cell`` axes, the last axis fastest.
     """
@@ -126,7 +85,9 @@ def _stage_table(
     for replica, stages in ranks_at.items():
         label = ", ".join(f"{axis} {index}" for axis, index in zip(rows, replica, strict=True))
         body.append([label, *(runs_text(ranks) for ranks in stages.values())])
-    return head, body
+    inside = [f"{axis} {runs_text(range(sizes[axis]))}" for axis in reversed(cell) if sizes[axis] > 1]
+    legend = f"\n(ranks in a cell: {', then '.join(inside)})" if inside else ""
+    return table_text(head, body, max_rows) + legend
 
 
 def _node_block(sizes: Sizes, columns: Indices, nodes: Sequence[str], max_rows: int) -> str:
@@ -134,22 +95,13 @@ def _node_block(sizes: Sizes, columns: Indices, nodes: Sequence[str], max_rows: 
     ranks_on: dict[str, list[int]] = defaultdict(list)
     for rank, node in enumerate(nodes):
         ranks_on[node].append(rank)
-    axes = _axes_in_use(sizes)
+    experts = EXPERT_AXES if _uses_experts(sizes) else ()
+    axes = [axis for axis in (*dense_grid(sizes), *experts) if axis != RANK_AXIS and sizes[axis] > 1]
     body = []
     for node, ranks in ranks_on.items():
         indices = (sorted({columns[axis][rank] for rank in ranks}) for axis in axes)
         body.append([node, runs_text(ranks), *map(runs_text, indices)])
     return table_text(["node", "ranks", *axes], body, max_rows)
-
-
-def _rank_block(sizes: Sizes, columns: Indices, nodes: Sequence[str] | None, max_rows: int) -> str:
-    """Return one row per rank: its node if that is known, and its index on each axis in use."""
-    axes = _axes_in_use(sizes)
-    body = []
-    for rank in range(_world_size(columns)):
-        indices = (str(columns[axis][rank]) for axis in axes)
-        body.append([str(rank), *([nodes[rank]] if nodes else []), *indices])
-    return table_text(["rank", *(["node"] if nodes else []), *axes], body, max_rows)
 
 
 def table_text(head: Sequence[str], body: Sequence[Sequence[str]], max_rows: int) -> str:

@@ -41,8 +41,7 @@ class DistRankInfo:
     extra: Mapping[str, int] = FrozenMap()
 
     def __post_init__(self) -> None:
-        if type(self.extra) is not FrozenMap:
-            object.__setattr__(self, "extra", FrozenMap(self.extra))
+        object.__setattr__(self, "extra", FrozenMap(self.extra))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,7 @@ class DistGlobalInfo:
     extra: Mapping[str, int] = FrozenMap()
 
     def __post_init__(self) -> None:
-        if type(self.extra) is not FrozenMap:
-            object.__setattr__(self, "extra", FrozenMap(self.extra))
+        object.__setattr__(self, "extra", FrozenMap(self.extra))
 
     @property
     def has_experts(self) -> bool:

@@ -142,7 +142,8 @@ class ParallelLayout:
             LayoutError: an unknown axis, or axes of different grids.
         """
         self._check_axes(axes)
-        grid = next((grid for grid in self._grids if set(axes) <= set(grid)), None)
+        grids = self.dense_axes, self.expert_axes
+        grid = next((grid for grid in grids if set(axes) <= set(grid)), None)
         if grid is None:
             raise LayoutError(
                 f"{', '.join(axes)} are not axes of one grid; expected axes of {', '.join(self.dense_axes)} (dense) or "
@@ -151,10 +152,6 @@ class ParallelLayout:
             )
         offsets = self._rank_offsets(axis for axis in grid if axis in axes)
         return [[base + offset for offset in offsets] for base in self._rank_offsets(a for a in grid if a not in axes)]
-
-    @property
-    def _grids(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self.dense_axes, self.expert_axes
 
     def _rank_offsets(self, axes: Iterable[str]) -> list[int]:
         """Return the rank offset of every combination of indices on ``axes``, the first axis fastest."""

@@ -12,7 +12,6 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, NoReturn
@@ -121,33 +120,23 @@ def _group(name: str, group_ranks: Mapping[int, int], rank: int) -> ProcessGroup
     return MockedGroup(name, group_ranks, rank) if len(group_ranks) > 1 else _group_of_one()
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """All groups over some axes.
+def _groups_over(topology: Topology, axes: Sequence[str]) -> list[Mapping[int, int]]:
+    """Return the group of every rank that differs from it on ``axes`` only, by rank: global rank -> rank within it.
 
     A group over one axis is in the order of its coordinates, a group over several axes in rank order, as torch sorts
     it. For ranks in Megatron's order, the two orders are the same.
-
-    Attributes:
-        of_rank: the group of every rank, by rank: global rank -> rank within the group.
     """
-
-    by_rank: Sequence[Mapping[int, int]]
-
-    @classmethod
-    def over(cls, topology: Topology, axes: Sequence[str]) -> _Groups:
-        """Return the groups of ranks that differ on ``axes`` only."""
-        grid = topology.dense_axes if set(axes) <= set(topology.dense_axes) else topology.expert_axes
-        group_of = topology.shard_indices([axis for axis in grid if axis not in axes])
-        spread = [axis for axis in axes if topology.size(axis) > 1]
-        order_of = topology.column(spread[0] if len(spread) == 1 else "rank")
-        members: dict[int, list[tuple[int, int]]] = {}
-        for rank, group in enumerate(group_of):
-            members.setdefault(group, []).append((order_of[rank], rank))
-        group_ranks = {
-            group: {rank: index for index, (_, rank) in enumerate(sorted(ranks))} for group, ranks in members.items()
-        }
-        return cls([group_ranks[group] for group in group_of])
+    grid = topology.dense_axes if set(axes) <= set(topology.dense_axes) else topology.expert_axes
+    group_of = topology.shard_indices([axis for axis in grid if axis not in axes])
+    spread = [axis for axis in axes if topology.size(axis) > 1]
+    order_of = topology.column(spread[0] if len(spread) == 1 else "rank")
+    members: dict[int, list[tuple[int, int]]] = {}
+    for rank, group in enumerate(group_of):
+        members.setdefault(group, []).append((order_of[rank], rank))
+    group_ranks = {
+        group: {rank: index for index, (_, rank) in enumerate(sorted(ranks))} for group, ranks in members.items()
+    }
+    return [group_ranks[group] for group in group_of]
 
 
 class MockedRanks:
@@ -165,15 +154,13 @@ class MockedRanks:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self._megatron = _parallel_state() if "tp" in topology.sizes else None
-        spans = {span for span in (*_GROUPS.values(), *_RANK_LISTS.values()) if self._has(span)}
-        self._groups = {span: _Groups.over(topology, span.split()) for span in spans}
+        known = set(topology.sizes) if self._megatron is not None else set[str]()
+        spans = {span for span in (*_GROUPS.values(), *_RANK_LISTS.values()) if set(span.split()) <= known}
+        self._groups = {span: _groups_over(topology, span.split()) for span in spans}
         self._world = {rank: rank for rank in range(topology.world_size)}
         self._parts = [*distributed_parts(), self._megatron_part()]
         self._switch = StateSwitch(self._parts)
         self._states: dict[int, RankState] = {}
-
-    def _has(self, span: str) -> bool:
-        return self._megatron is not None and set(span.split()) <= set(self.topology.sizes)
 
     def _megatron_part(self) -> Attributes:
         """Return the globals of Megatron that differ by rank; none without Megatron."""
@@ -198,13 +185,9 @@ class MockedRanks:
         if self._megatron is None:
             return {}
         values: dict[str, Any] = {
-            name: _group(span, self._groups[span].by_rank[rank], rank)
-            for name, span in _GROUPS.items()
-            if self._has(span)
+            name: _group(span, self._groups[span][rank], rank) for name, span in _GROUPS.items() if span in self._groups
         }
-        values |= {
-            name: list(self._groups[span].by_rank[rank]) for name, span in _RANK_LISTS.items() if self._has(span)
-        }
+        values |= {name: list(self._groups[span][rank]) for name, span in _RANK_LISTS.items() if span in self._groups}
         stages = values["_PIPELINE_GLOBAL_RANKS"]
         values["_EMBEDDING_GLOBAL_RANKS"] = sorted({stages[0], stages[-1]})
         values["_POSITION_EMBEDDING_GLOBAL_RANKS"] = stages[:1]

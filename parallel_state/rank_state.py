@@ -37,17 +37,18 @@ class Attributes:
     Args:
         owner: the object.
         names: the attributes; those that the object does not have are left out.
-        fresh: returns the value of a new rank from the value that the process has when the rank is made.
+        fresh: returns the value of a new rank from the value that the process has when this part is made.
     """
 
     def __init__(self, owner: Any, names: Iterable[str], fresh: Callable[[Any], Any]) -> None:
         self.owner = owner
         self.names = tuple(name for name in names if hasattr(owner, name))
         self._fresh = fresh
+        self._first = {name: fresh(value) for name, value in self.read().items()}
 
     def fresh(self) -> dict[str, Any]:
         """Return the values of a new rank by name."""
-        return {name: self._fresh(value) for name, value in self.read().items()}
+        return {name: self._fresh(value) for name, value in self._first.items()}
 
     def read(self) -> dict[str, Any]:
         """Return the values by name."""

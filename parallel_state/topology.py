@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from parallel_state.axes import (
     DENSE_AXES,
@@ -271,18 +270,13 @@ class Topology:
             self._check_independent(axes, sizes, indices)
         return tuple(indices)
 
-    def describe(self, by: Literal["stage", "node", "rank"] | None = None, max_rows: int = 16) -> str:
-        """Return the topology as text for people.
+    def describe(self, max_rows: int = 16) -> str:
+        """Return the topology as text for people: replicas by pipeline stage, and the nodes if they are known.
 
         Args:
-            by: ``"stage"`` for replicas by pipeline stage, ``"node"`` for a row per node, ``"rank"`` for a row per
-                rank; None for the stages, and the nodes if they are known.
             max_rows: the largest number of rows of a table; rows in the middle of a longer one are left out.
-
-        Raises:
-            TopologyError: another value of ``by``, or ``"node"`` if the nodes are not known.
         """
-        return topology_text(self.sizes, self.columns, vpp=self.vpp, nodes=self.nodes, by=by, max_rows=max_rows)
+        return topology_text(self.sizes, self.columns, vpp=self.vpp, nodes=self.nodes, max_rows=max_rows)
 
     def label(self, rank: int) -> str:
         """Return the text with which messages name a rank: its number, and its node if that is known."""

@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{axis}", type=int, default=None if axis in ("etp", "vpp") else 1, help=meaning)
     parser.add_argument("--order", default="tp-cp-ep-dp-pp", help="order of the axes, fastest first")
     parser.add_argument("--gpus-per-node", type=int, help="show the nodes, and report axes that cross them")
-    parser.add_argument("--by", choices=("stage", "node", "rank"), help="a row for each replica (stage), node or rank")
     parser.add_argument("--mode", help="name of a dispatch mode: show which ranks get which shard, and which return")
     parser.add_argument("--max-rows", type=int, default=32, help="longest table; default: 32 rows")
 
@@ -42,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     per_node = arguments.gpus_per_node
     nodes = None if per_node is None else nodes_of(arguments.world_size, per_node)
     topology = Topology.from_layout(layout, nodes=nodes)
-    blocks = [topology.describe(by=arguments.by, max_rows=arguments.max_rows)]
+    blocks = [topology.describe(arguments.max_rows)]
     if lines := locality_lines(topology):
         blocks.append("\n".join(lines))
     if arguments.mode is not None:

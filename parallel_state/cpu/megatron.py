@@ -20,6 +20,7 @@ from parallel_state.cpu.products import add_product_of_transposed
 from parallel_state.patches.import_hook import Patch
 from parallel_state.patches.packed_rope import PATCHES as PACKED_ROPE
 from parallel_state.patches.without_te import PATCHES as WITHOUT_TE
+from parallel_state.patches.without_te import fuse_gradients
 
 
 def _jit(module: Any) -> None:
@@ -29,17 +30,8 @@ def _jit(module: Any) -> None:
 
 def _layers(module: Any) -> None:
     """Support ``gradient_accumulation_fusion``, which needs Apex; a weight without ``main_grad`` is not fused."""
-    linear = module.linear_with_grad_accumulation_and_async_allreduce
     function = module.LinearWithGradAccumulationAndAsyncCommunication
     backward = function.backward
-
-    @functools.wraps(linear)
-    def fused_if_main_grad(
-        input: Any, weight: Any, bias: Any, gradient_accumulation_fusion: bool, *args: Any, **kwargs: Any
-    ) -> Any:
-        return linear(
-            input, weight, bias, gradient_accumulation_fusion and hasattr(weight, "main_grad"), *args, **kwargs
-        )
 
     def without_dummy_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Return None as the gradient of a weight whose gradient is already added to ``main_grad``.
@@ -51,11 +43,10 @@ def _layers(module: Any) -> None:
         return of_input, None if ctx.gradient_accumulation_fusion else of_weight, *others
 
     function.backward = staticmethod(without_dummy_grad)
-    module.linear_with_grad_accumulation_and_async_allreduce = fused_if_main_grad
+    fuse_gradients(module, lambda weight: hasattr(weight, "main_grad"))
     module.fused_weight_gradient_mlp_cuda = SimpleNamespace(
         wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
     )
-    module._grad_accum_fusion_available = True
 
 
 def _data_parallel(module: Any) -> None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import hashlib
-import multiprocessing
-import os
-import pickle
-import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
-from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -25,7 +19,6 @@ from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.kernels import torch_on_meta
 from parallel_state.dry_run.memory import Memory
 from parallel_state.dry_run.shapes import Broadcasts, ShapeExchange
-from parallel_state.hangs.lines import members_text
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.calls import Call
 from parallel_state.simulated.simulation import Simulation
@@ -33,10 +26,6 @@ from parallel_state.simulated.trace import CommunicationTrace
 
 T = TypeVar("T")
 
-_RANKS_OF_A_PROCESS = 64
-"""Ranks that are worth a process of their own."""
-_MOST_PROCESSES = 4
-"""Each takes memory for the models of its ranks, and 1,024 ranks of a large model are to run in 4 GiB."""
 _M_MMAP_THRESHOLD = -3
 """Its number in glibc's malloc.h."""
 _RANKS_TO_RELEASE = 32
@@ -101,16 +90,6 @@ class CallLog(CommunicationTrace):
     def complete(self, call: Call) -> None:
         """Do nothing."""
 
-    def merge(self, other: CallLog) -> None:
-        """Add the calls of other ranks."""
-        self.calls.update(other.calls)
-        self.nbytes_of.update(other.nbytes_of)
-        self.pending.update(other.pending)
-        self._order |= other._order
-        self._shapes |= other._shapes
-        for meeting, digests in other._meetings.items():
-            self._meetings.setdefault(meeting, {}).update(digests)
-
     def digest(self, rank: int, *, shapes: bool = True) -> bytes:
         """Return a digest of the calls of a rank, in their order; with the shapes of their tensors."""
         kinds = (self._order, self._shapes) if shapes else (self._order,)
@@ -157,69 +136,6 @@ def peers_of(layout: ParallelLayout, ranks: Collection[int]) -> list[int]:
     """Return some ranks, and those that differ from one of them on a single axis."""
     groups = (group for axis in (*layout.dense_axes, *layout.expert_axes) for group in layout.groups(axis))
     return sorted({rank for group in groups if not set(group).isdisjoint(ranks) for rank in group})
-
-
-def run_one_by_one(
-    layout: ParallelLayout, function: Callable[[CountingMode], Any], log: CallLog, ended: Callable[[int], object]
-) -> None:
-    """Run ``function(mode)`` on every rank of a layout, one by one; many ranks run in a few processes.
-
-    Args:
-        layout: the layout.
-        function: what each rank runs.
-        log: records the calls.
-        ended: called with the number of ranks that have ended.
-
-    Raises:
-        Exception: what a rank raised; RuntimeError with its text if that cannot be pickled.
-        ChildProcessError: a process died.
-    """
-    count = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)), layout.world_size // _RANKS_OF_A_PROCESS))
-    parts = [range(first, layout.world_size, count) for first in range(count)]
-    context = multiprocessing.get_context("fork")
-    with contextlib.ExitStack() as stack:
-        receivers = []
-        for ranks in parts[1:]:
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_send_log, args=(sender, layout, ranks, function, log.broadcasts), daemon=True
-            )
-            process.start()
-            sender.close()
-            stack.callback(process.join)
-            stack.callback(process.terminate)
-            receivers.append(receiver)
-        run_without_data(layout, parts[0], function, log, together=False, ended=lambda ranks: ended(ranks * count))
-        for ranks, receiver in zip(parts[1:], receivers, strict=True):
-            try:
-                received = receiver.recv()
-            except EOFError:
-                raise ChildProcessError(f"the process of ranks {members_text(ranks)} died") from None
-            if isinstance(received, Exception):
-                raise received
-            log.merge(received)
-
-
-def _send_log(
-    sender: Connection,
-    layout: ParallelLayout,
-    ranks: Sequence[int],
-    function: Callable[[CountingMode], Any],
-    broadcasts: Broadcasts,
-) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that waits ends this one
-    result: CallLog | Exception
-    result = log = CallLog(broadcasts)
-    try:
-        run_without_data(layout, ranks, function, log, together=False)
-        log.broadcasts = {}  # the other process has those of the first pipeline
-    except Exception as error:
-        result = error
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # any of the classes in it may raise
-            result = RuntimeError(f"{type(error).__name__}: {error}")
-    sender.send(result)
 
 
 def run_without_data(

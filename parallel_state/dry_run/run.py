@@ -13,7 +13,7 @@ from parallel_state import cpu
 from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.errors import DryRunError
 from parallel_state.dry_run.outcome import GIB, Outcome, Use
-from parallel_state.dry_run.ranks import CallLog, peers_of, pipeline_of, run_one_by_one, run_without_data
+from parallel_state.dry_run.ranks import CallLog, peers_of, pipeline_of, run_without_data
 from parallel_state.dry_run.routing import routed, routing_of
 from parallel_state.dry_run.training import one_layer_a_stage, train
 from parallel_state.dry_run.transformer_engine import engine_kernels
@@ -181,7 +181,7 @@ def _check_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome, 
         return
     except Exception as error:  # a program may need more than one layer
         what = f"{type(error).__name__}: {error}"
-        if not isinstance(error, (ChildProcessError, MControllerError)):
+        if not isinstance(error, MControllerError):
             what = f"{what} at {raising_line(error)}"
         outcome.warnings.append(f"all ranks cannot run with one layer on each stage: {what}; run every rank with --all")
         return
@@ -202,16 +202,18 @@ def _differing_ranks(
     what, size = "all ranks with one layer on each stage", layout.world_size
     show(what, 0, size)
     try:
-        run_one_by_one(layout, function, log, lambda count: show(what, min(count, size), size))
+        run_without_data(
+            layout, range(size), function, log, together=False, ended=lambda count: show(what, count, size)
+        )
     except Exception as error:
-        if isinstance(error, (ChildProcessError, MControllerError)) and not isinstance(error, SimulationError):
+        if isinstance(error, MControllerError) and not isinstance(error, SimulationError):
             raise
         return None  # all ranks raise it together, or none
     differing = {}
     for first, *others in zip(*layout.groups("pp"), strict=True):
         digest = log.digest(first, shapes=False)
-        if ranks := [rank for rank in others if log.digest(rank, shapes=False) != digest]:
-            differing[first] = ranks
+        if different := [rank for rank in others if log.digest(rank, shapes=False) != digest]:
+            differing[first] = different
     return differing
 
 

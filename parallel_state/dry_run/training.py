@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,31 +50,14 @@ class ShapeTraining(Training):
 
     def step(self) -> None:
         """Make one step."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        program, merged, layout = self.program, self.variant.merged, self.variant.layout
-        indices = self.micro_batches(0)
-        parts = [indices[start : start + merged] for start in range(0, len(indices), merged)]
-        for wrapped in self._wrapped:
-            wrapped.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        data = [self._batches(parts) for _ in self._wrapped]
-        get_forward_backward_func()(
-            forward_step_func=program.forward_step,
-            data_iterator=data if layout.vpp is not None else data[0],
-            model=self._wrapped if layout.vpp is not None else self._wrapped[0],
-            num_microbatches=len(parts),
-            seq_length=program.seq_length,
-            micro_batch_size=program.micro_batch_size * merged,
-            forward_only=False,
-        )
+        self.run_schedule(0)
         self._mode.memory.kind = "optimizer"
         self.optimizer.step()
         self._mode.memory.kind = "activations"
 
-    def _batches(self, parts: list[range]) -> Iterator[Any]:
-        for part in parts:
-            yield _on_device(self.program.merged_batch(part))
+    def batches(self, parts: Sequence[range]) -> Iterator[Any]:
+        """Yield micro-batches on the device, each made when the schedule takes it."""
+        return (_on_device(self.program.merged_batch(part)) for part in parts)
 
 
 def _on_device(value: Any) -> Any:

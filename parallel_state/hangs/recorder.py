@@ -86,10 +86,7 @@ class Recorder:
         self._groups: dict[int, _Group] = {}
         self._waits: dict[int, int] = {}
         self._work_of: list[int | None] = [None] * RING
-        self._lines: dict[Any, int] = {}
-        self._types: dict[torch.dtype, int] = {}
-        self._roots: dict[int, int] = {}
-        self._reductions: dict[Any, int] = {}
+        self._texts: dict[Any, int] = {}  # by the line, dtype, reduction or root that they describe
         self._nothing = memory.text("")
 
     def collective(self, operation: str, argument: int | None, kind: int, method: Callable[..., Any]) -> Any:
@@ -102,7 +99,7 @@ class Recorder:
             detail = self._nothing
             if kind:
                 given = args[-1] if args else options.get("opts")
-                detail = self._reduction(given) if kind == _REDUCTION else self._root(given)
+                detail = self._detail(given, kind == _ROOT)
             tensors = args[argument] if argument is not None and argument < len(args) else None
             number = begin(known.collectives, text, detail, tensors)
             work = method(group, *args, **options)
@@ -158,9 +155,9 @@ class Recorder:
         numbers, number = self._numbers, next(self._calls)
         index = numbers[channel]
         place = calling_position()
-        line = self._lines.get(place)
+        line = self._texts.get(place)
         if line is None:
-            line = self._lines[place] = self._memory.text(str(source_line(*place)))
+            line = self._texts[place] = self._memory.text(str(source_line(*place)))
         slot = number % RING
         at = RING_AT + slot * SLOT
         numbers[at] = 0
@@ -183,9 +180,9 @@ class Recorder:
                 return
             count, tensors = len(tensors), tensors[0]
         dtype, shape = tensors.dtype, tensors.shape
-        name = self._types.get(dtype)
+        name = self._texts.get(dtype)
         if name is None:
-            name = self._types[dtype] = self._memory.text(str(dtype).removeprefix("torch."))
+            name = self._texts[dtype] = self._memory.text(str(dtype).removeprefix("torch."))
         numbers[at] = count
         numbers[at + 1] = name
         numbers[at + 2] = len(shape)
@@ -208,20 +205,15 @@ class Recorder:
         if work is not None:
             self._waits[id(work)] = number
 
-    def _reduction(self, options: Any) -> int:
-        reduction = getattr(options, "reduceOp", None)
-        kind = getattr(reduction, "op", None)
-        text = self._reductions.get(kind)
+    def _detail(self, options: Any, has_root: bool) -> int:
+        """Return the text of the reduction or the root that the options of a call have."""
+        given = (
+            getattr(options, "rootRank", None) if has_root else getattr(getattr(options, "reduceOp", None), "op", None)
+        )
+        text = self._texts.get((has_root, given))
         if text is None:
-            name = "" if kind is None else f"op={str(kind).rpartition('.')[2]}"
-            text = self._reductions[kind] = self._memory.text(name)
-        return text
-
-    def _root(self, options: Any) -> int:
-        root = getattr(options, "rootRank", -1)
-        text = self._roots.get(root)
-        if text is None:
-            text = self._roots[root] = self._memory.text("" if root < 0 else f"root={root}")
+            shown = f"root={given}" if has_root else f"op={str(given).rpartition('.')[2]}"
+            text = self._texts[has_root, given] = self._memory.text("" if given is None else shown)
         return text
 
     def _new_group(self, group: Any) -> _Group:

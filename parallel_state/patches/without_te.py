@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from parallel_state.patches.adam import FusedAdam
@@ -56,17 +57,21 @@ def _layers(module: Any) -> None:
     Transformer Engine's linears need no Apex for it. Megatron rejects the field for the whole model because of the
     output layer, which is its own.
     """
-    if module._grad_accum_fusion_available:
-        return
+    if not module._grad_accum_fusion_available:
+        fuse_gradients(module, lambda weight: False)
+
+
+def fuse_gradients(module: Any, is_fused: Callable[[Any], bool]) -> None:
+    """Accept ``gradient_accumulation_fusion`` in Megatron's linears, and fuse it for some weights only."""
     linear = module.linear_with_grad_accumulation_and_async_allreduce
 
     @functools.wraps(linear)
-    def unfused(
+    def fused_for_some(
         input: Any, weight: Any, bias: Any, gradient_accumulation_fusion: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        return linear(input, weight, bias, False, *args, **kwargs)
+        return linear(input, weight, bias, gradient_accumulation_fusion and is_fused(weight), *args, **kwargs)
 
-    module.linear_with_grad_accumulation_and_async_allreduce = unfused
+    module.linear_with_grad_accumulation_and_async_allreduce = fused_for_some
     module._grad_accum_fusion_available = True
 
 

@@ -1,17 +1,16 @@
-"""Checks of values that must be equal, or must differ, on the members of a group of simulated ranks."""
+"""Checks of values that must be equal, or must differ, on the members of a group of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import hashlib
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from parallel_state.simulated.calls import Call
-from parallel_state.simulated.errors import Disagreement, UnsupportedError
-from parallel_state.simulated.exchange import equal_values
-from parallel_state.simulated.process_group import SimulatedGroup
+from parallel_state.agreement import all_gather_values
+from parallel_state.simulated.calls import shape_text
+from parallel_state.simulated.errors import Disagreement
 
 Values = torch.Tensor | Mapping[str, torch.Tensor]
 
@@ -31,9 +30,13 @@ def require_equal(values: Values, group: dist.ProcessGroup | None = None, *, wha
 
     Raises:
         Disagreement: the first tensor that differs, with the ranks that have each value.
-        UnsupportedError: this is no simulated rank.
     """
-    _compare(values, group, what, equal=True)
+    (first, expected), *others = _gathered(values, group).items()
+    for rank, digests in others:
+        for name in [name for name in expected | digests if digests.get(name) != expected.get(name)]:
+            same = [first, *(other for other, theirs in others if theirs.get(name) == expected.get(name))]
+            named = f" {name!r}" if name else ""
+            raise Disagreement(f"{what}{named} differ; equal on ranks {same} only, not on {rank}", ranks=(first, rank))
 
 
 def require_different(values: Values, group: dist.ProcessGroup | None = None, *, what: str = "values") -> None:
@@ -43,45 +46,22 @@ def require_different(values: Values, group: dist.ProcessGroup | None = None, *,
 
     Raises:
         Disagreement: two ranks have the same values.
-        UnsupportedError: this is no simulated rank.
     """
-    _compare(values, group, what, equal=False)
+    first: dict[tuple[str, ...], int] = {}
+    for rank, digests in _gathered(values, group).items():
+        other = first.setdefault(tuple(digests.values()), rank)
+        if other != rank:
+            raise Disagreement(f"{what} are equal, and must differ, on ranks {other} and {rank}", ranks=(other, rank))
 
 
-def _compare(values: Values, group: dist.ProcessGroup | None, what: str, equal: bool) -> None:
-    member: Any = group if group is not None else dist.group.WORLD
-    if not isinstance(member, SimulatedGroup):
-        raise UnsupportedError(f"{what} are compared on simulated ranks only; the group is {member!r}", ranks=())
+def _gathered(values: Values, group: dist.ProcessGroup | None) -> dict[int, dict[str, str]]:
+    """Return the digests of values by rank and name."""
     named = {"": values} if isinstance(values, torch.Tensor) else values
-    check = _check_equal if equal else _check_different
-    member.compare(list(named.values()), what, equal, lambda calls, describe: check(calls, describe, what, list(named)))
+    digests = {name: f"{shape_text(value)} {digest_of(value)}" for name, value in named.items()}
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return dict(zip(ranks, all_gather_values(digests, group), strict=True))
 
 
-def _check_equal(calls: Sequence[Call], describe: Callable[[int], str], what: str, names: list[str]) -> None:
-    for call in calls[1:]:
-        first = calls[0]
-        if len(call.inputs) != len(first.inputs):
-            counts = f"{len(first.inputs)} and {len(call.inputs)} tensors"
-            raise _disagreement(f"{what} are {counts}", [first, call], describe)
-        for name, some, other in zip(names, first.inputs, call.inputs, strict=True):
-            if not _same_bits(some, other):
-                rest = [other for other in calls if _same_bits(other.inputs[names.index(name)], some)]
-                holders = [other.rank for other in rest]
-                named = f" {name!r}" if name else ""
-                raise _disagreement(f"{what}{named} differ; equal on ranks {holders} only", [first, call], describe)
-
-
-def _check_different(calls: Sequence[Call], describe: Callable[[int], str], what: str, names: list[str]) -> None:
-    for index, call in enumerate(calls):
-        for other in calls[:index]:
-            if all(map(_same_bits, call.inputs, other.inputs)):
-                raise _disagreement(f"{what} are equal, and must differ", [other, call], describe)
-
-
-def _disagreement(reason: str, calls: list[Call], describe: Callable[[int], str]) -> Disagreement:
-    stories = "\n".join(f"{describe(call.rank)}: {call}\n    at {call.line}" for call in calls)
-    return Disagreement(f"{reason}\n\n{stories}", ranks=tuple(call.rank for call in calls))
-
-
-def _same_bits(some: torch.Tensor, other: torch.Tensor) -> bool:
-    return some.shape == other.shape and some.dtype == other.dtype and equal_values(some, other)
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return a sum over the bits of a tensor."""
+    return hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

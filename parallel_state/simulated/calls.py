@@ -99,7 +99,7 @@ class Call:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.inputs or self.outputs)
 
     def __str__(self) -> str:
-        details = [f"{name}={self.options[name]}" for name in ("op", "root", "tag", "sends", "receives", "what")
+        details = [f"{name}={self.options[name]}" for name in ("op", "root", "tag", "sends", "receives")
                    if self.options.get(name) is not None]  # fmt: skip
         tensors = [shape_text(tensor) for tensor in self.inputs or self.outputs]
         return call_text(self.operation, tensors, details, str(self.group), self.number, self.peer)

@@ -60,7 +60,7 @@ class Exchange:
     def check_unchanged(self, call: Call) -> None:
         """Raise AsyncAccessError if a tensor of an asynchronous call has changed since the call."""
         tensors = (*call.inputs, *call.outputs)
-        if call.guarded and not all(map(equal_values, tensors, call.guarded)):
+        if call.guarded and not all(map(_equal_values, tensors, call.guarded)):
             raise AsyncAccessError(
                 f"a tensor changed between an asynchronous call and its wait\n\n{self.story(call)}\n    wait for the "
                 "call before the tensor is used again",
@@ -118,11 +118,7 @@ class Exchange:
         for member in calls:
             self.check_unchanged(member)
         self._order.complete(call)
-        check = call.options.get("check")
-        if check is not None:
-            check(calls, self._describe)
-        else:
-            self.compute(calls)
+        self.compute(calls)
         return calls
 
     def _transfer(self, call: Call) -> list[Call]:
@@ -168,7 +164,7 @@ def _copies(call: Call) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in (*call.inputs, *call.outputs)]
 
 
-def equal_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape have the same values, NaN included."""
+def _equal_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same values, NaN included."""
     a, b = one.detach(), other.detach()
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

@@ -81,7 +81,8 @@ class GroupRegistry:
                 warnings.warn(_sharing_text(number, others[0].ranks, members), RuntimeWarning, stacklevel=4)
         group = of_call.get(members)
         if group is None:
-            group = of_call[members] = self._new(name, description, members, rank)
+            axis = self._axis_of(members, description)
+            group = of_call[members] = SharedGroup(name, description, members, rank, calling_line(), axis)
         group.created_by.add(rank)
         return group
 
@@ -136,9 +137,6 @@ class GroupRegistry:
             f"{members_text(fewer)}",
             (*fewer, group.creator),
         )
-
-    def _new(self, name: str, description: str, ranks: tuple[int, ...], rank: int) -> SharedGroup:
-        return SharedGroup(name, description, ranks, rank, calling_line(), self._axis_of(ranks, description))
 
     def _axis_of(self, ranks: Sequence[int], description: str) -> str:
         if self._topology is None or len(ranks) == 1:

@@ -9,7 +9,7 @@ import datetime
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,28 +22,15 @@ from parallel_state.simulated.collectives import reduction_name
 _Tensors = Sequence[torch.Tensor]
 
 
-class Announcements(Protocol):
-    """What a group needs of a simulation."""
-
-    def announce(self, call: Call) -> None:
-        """Match a call with those of the other ranks; complete it if it is the last."""
-
-    def wait(self, call: Call) -> None:
-        """Let other ranks run until the call is complete."""
-
-    def poll(self, call: Call) -> bool:
-        """Let other ranks run, and return whether the call is complete."""
-
-
 class SimulatedWork(dist.Work):
     """The handle of a call.
 
     Args:
-        simulation: runs the ranks.
+        simulation: the ``Simulation``, which makes groups.
         call: the call.
     """
 
-    def __init__(self, simulation: Announcements, call: Call) -> None:
+    def __init__(self, simulation: Any, call: Call) -> None:
         super().__init__()
         self._simulation, self._call = simulation, call
 
@@ -60,7 +47,7 @@ class SimulatedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether all members have made their part; other ranks run first."""
-        return self._simulation.poll(self._call)
+        return bool(self._simulation.poll(self._call))
 
     def is_success(self) -> bool:
         """Whether all members have made their part."""
@@ -94,13 +81,13 @@ class SimulatedGroup(dist.ProcessGroup):
     The methods have the names and signatures by which torch.distributed calls those of a process group.
 
     Args:
-        simulation: runs the ranks.
+        simulation: the ``Simulation``, which makes groups.
         shared: what the members share.
         rank: the global rank.
         unique_name: the name by which functional collectives find the group, unique in this process.
     """
 
-    def __init__(self, simulation: Announcements, shared: SharedGroup, rank: int, unique_name: str) -> None:
+    def __init__(self, simulation: Any, shared: SharedGroup, rank: int, unique_name: str) -> None:
         super().__init__(shared.ranks.index(rank), len(shared.ranks))  # type: ignore[call-arg]
         self._simulation = simulation
         self.shared = shared
@@ -171,11 +158,6 @@ class SimulatedGroup(dist.ProcessGroup):
         self._number += 1
         self._simulation.announce(call)
         return SimulatedWork(self._simulation, call)
-
-    def compare(self, values: _Tensors, what: str, equal: bool, check: Any) -> None:
-        """Compare values with those of the other members; see ``parallel_state.simulated.require_equal``."""
-        operation = "require_equal" if equal else "require_different"
-        self._collective(operation, values, [], key=((), ()), what=repr(what), check=check).wait()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:
         """Reduce tensors in place."""
@@ -342,13 +324,6 @@ class SimulatedStore(dist.Store):
         total = int(self._values.get(key, b"0")) + amount
         self.set(key, str(total))
         return total
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Set a key if it has the expected value, and return its value."""
-        wanted = expected.encode() if isinstance(expected, str) else bytes(expected)
-        if self._values.get(key, b"") == wanted:
-            self.set(key, desired)
-        return self._values.get(key, wanted)
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         """Wait until all keys are set; there is no timeout."""

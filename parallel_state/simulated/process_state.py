@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -118,29 +118,10 @@ class ProcessState:
                  for name in part.names}  # fmt: skip
         names = [name for name in _rebound(module) if name not in named]
         if names:
-            self.parts.append(FirstValues(module, names, _own))
+            self.parts.append(Attributes(module, names, _own))
         self.parts += [
-            FirstValues(owner, changed, _own) for owner in _classes(module) if (changed := _changed_by_methods(owner))
+            Attributes(owner, changed, _own) for owner in _classes(module) if (changed := _changed_by_methods(owner))
         ]
-
-
-class FirstValues(Attributes):
-    """Attributes whose values at the construction of this part are those of every new rank.
-
-    Args:
-        owner: the object.
-        names: the attributes.
-        copied: returns a rank's copy of a value.
-    """
-
-    def __init__(self, owner: Any, names: Iterable[str], copied: Callable[[Any], Any]) -> None:
-        super().__init__(owner, names, copied)
-        self._copied = copied
-        self._first = super().fresh()
-
-    def fresh(self) -> dict[str, Any]:
-        """Return copies of the first values by name."""
-        return {name: self._copied(value) for name, value in self._first.items()}
 
 
 def _variables() -> dict[bytes, bytes]:

@@ -36,7 +36,7 @@ from parallel_state.simulated.own_modules import OwnModules
 from parallel_state.simulated.process_group import SimulatedGroup, SimulatedStore
 from parallel_state.simulated.process_state import ProcessState
 from parallel_state.simulated.scheduler import RankThread, Scheduler
-from parallel_state.simulated.shared_writes import SharedWrites
+from parallel_state.simulated.shared_writes import shared_values, warn_of_writes
 from parallel_state.simulated.trace import CommunicationTrace
 from parallel_state.topology import Topology
 
@@ -99,14 +99,12 @@ class Simulation:
         self._key_waits: dict[int, KeyWait] = {}
         self._handled: dict[int, str] = {}  # by ranks that made their last call while they handled an exception
         self._with_own_modules: set[int] = set()
-        self._running_last: int | None = None
         self._thread_state = dict.fromkeys(range(self.world_size), (torch.get_default_device(), True))
         self._scheduler = Scheduler(self.world_size, seed, self._switch_to, self._deadlock, self._on_error)
         replacements = {rank: _same_on_every_rank() | self._replacements(rank) for rank in self._running}
         self._own_modules = OwnModules(modules)
         names = {owner: tuple(values) for owner, values in replacements[self._running[0]].items()}
         self._process = ProcessState(names, self._own_modules)
-        self._shared_writes = SharedWrites(self._own_modules.has, self._process.parts)
         self._switch = StateSwitch(self._process.parts)
         self._states = {
             rank: self._process.new_rank((variables or self._torchrun)(rank), replacement)
@@ -132,7 +130,7 @@ class Simulation:
             raise UnsupportedError("a rank cannot run simulated ranks", ranks=())
         outside, threads = self._switch.active, torch.get_num_threads()
         self._process.add_imported()
-        self._shared_writes.start(functions.values())
+        shared = shared_values(self._own_modules.has) if len(functions) > 1 else {}
         try:
             with self._process.watched_imports():
                 self._scheduler.run({rank: self._on_thread(rank, function) for rank, function in functions.items()})
@@ -146,7 +144,7 @@ class Simulation:
             raise self._scheduler.failure
         if len(functions) == len(self._running):
             self._check_all_finished()
-        self._shared_writes.report()
+        warn_of_writes(shared, len(functions))
         return {rank: self.ranks[rank].result for rank in functions}
 
     def close(self) -> None:
@@ -194,7 +192,7 @@ class Simulation:
         return c10d.GroupMember.NON_GROUP_MEMBER
 
     def announce(self, call: Call) -> None:
-        """Match a call of the running rank with those of others; see ``Announcements``."""
+        """Match a call of the running rank with those of others; complete it if it is the last."""
         self._scheduler.check_running()
         handled = sys.exception()
         if handled is not None:  # such as a barrier in a finally block: the cause of what it does not fit to
@@ -204,7 +202,7 @@ class Simulation:
             self._handled.pop(call.rank, None)
         with self._failing():
             self._check_caller(call)
-            if self._trace is not None and "check" not in call.options:
+            if self._trace is not None:
                 self._trace.begin(call)
             if not call.is_transfer:
                 call.group.last_calls[call.rank] = call
@@ -326,8 +324,6 @@ class Simulation:
                 error.add_note(f"{self.describe(rank)} made its last call while it handled {self._handled[rank]}")
 
     def _switch_to(self, rank: int) -> None:
-        self._shared_writes.see(self._running_last)
-        self._running_last = rank
         self._switch.to(self._states[rank])
 
     def _on_thread(self, rank: int, function: Callable[[], Any]) -> Callable[[], Any]:

@@ -1,7 +1,7 @@
 """Programs verified at every commit of a checkout of Megatron-LM, to find the one that changed their numbers.
 
-A result is stored with the contents of the files of Megatron that were imported for it, and the functions that were
-called. A commit that changes nothing of what ran has the same result, and starts no process.
+A result is stored with the contents of the files of Megatron that were imported for it. A commit that changes none of
+them has the same result, and starts no process.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 import parallel_state
-from parallel_state.verify.called import code_by_function, recorded_calls
 from parallel_state.verify.program import VerifyError, load_program
 from parallel_state.verify.results import Record, Result
 from parallel_state.verify.verifier import Verifier
@@ -105,6 +106,7 @@ class History:
         self._stored: dict[str, list[Result]] = {key: [] for key in self._keys.values()}
         for line in self._store.read_text().splitlines() if self._store.exists() else ():
             stored = json.loads(line)
+            stored.pop("called", None)  # of a cache that an earlier version wrote
             self._stored.get(stored.pop("key"), []).append(Result(**stored))
         contents = {
             name: f"{_hash(program.rpartition(':')[0])} {' '.join(versions)}" for name, program in self.programs.items()
@@ -167,25 +169,10 @@ class History:
         for name, key in self._keys.items():
             # the last one is that of a commit nearby
             for result in () if name in known else reversed(self._stored[key]):
-                if all(self._runs_the_same(result, path, tree.get(path) or _hash(path)) for path in result.files):
+                if all(content == (tree.get(path) or _hash(path)) for path, content in result.files.items()):
                     known[name] = result
                     break
         return known
-
-    def _runs_the_same(self, result: Result, path: str, content: str) -> bool:
-        """Whether a result does not change with another content of a file, by its hash."""
-        before = result.files[path]
-        if content == before or path not in result.called or not content:
-            return content == before
-        code, other = self._code(before), self._code(content)
-        return bool(code) and all(code.get(name) == other.get(name) for name in ["", *result.called[path]])
-
-    @functools.cache  # noqa: B019 - a history lives as long as the process
-    def _code(self, content: str) -> dict[str, str]:
-        """Return the code of a file by function; empty if this repository does not have it, or it is not Python."""
-        with contextlib.suppress(VerifyError, SyntaxError):
-            return code_by_function(_git(self._git_folder, "cat-file", "blob", content))
-        return {}
 
     def _run(self, index: int, names: Sequence[str]) -> dict[str, Result]:
         """Verify programs in a process that imports the Megatron of a commit, and store the results."""
@@ -227,43 +214,29 @@ class History:
             raise VerifyError(f"a program imports Megatron from elsewhere than {tree}: look for it beside the program")
         beside = [path for path in imported if not Path(path).is_relative_to(tree)]
         files = listed if written.get("failure") else {path: listed[path] for path in in_tree if path in listed}
-        called = {os.path.relpath(path, tree): names for path, names in written.pop("called", {}).items()}
-        called = {path: called.get(path, []) for path in files} if called and not written.get("failure") else {}
-        return Result(**written, files={**files, **{path: _hash(path) for path in beside}}, called=called)
+        return Result(**written, files={**files, **{path: _hash(path) for path in beside}})
 
 
 def write_results(output: str, steps: str, layouts: str, *programs: str) -> None:
     """Verify programs with the Megatron that this process imports, and write the results as JSON, by program.
 
-    Each program runs in a process forked from this one: what another program calls does not count, and what the first
+    Each program runs in a process forked from this one: what another program imports does not count, and what the first
     imports is imported once.
     """
     results: dict[str, dict[str, Any]] = {}
-    with recorded_calls() as called:
-        with contextlib.suppress(Exception):  # whatever Megatron raises at this commit: the forked process reports it
-            load_program(programs[0])
-        for program in programs:
-            results[program] = _in_fork(_verified, program, int(steps), layouts.split(), called)
+    with contextlib.suppress(Exception):  # whatever Megatron raises at this commit: the forked process reports it
+        load_program(programs[0])
+    for program in programs:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as forked:
+            try:
+                results[program] = forked.submit(_verified, program, int(steps), layouts.split()).result()
+            except (BrokenProcessPool, SystemExit) as error:
+                results[program] = {"failure": f"{type(error).__name__}: {error}", "seconds": 0.0}
     results[programs[0]]["seconds"] += time.process_time()
     Path(output).write_text(json.dumps(results))
 
 
-def _in_fork(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sender.send(function(*arguments)))
-    process.start()
-    sender.close()
-    try:
-        return cast("dict[str, Any]", receiver.recv())
-    except EOFError:
-        process.join()
-        return {"failure": f"exit status {process.exitcode}", "seconds": 0.0}
-    finally:
-        process.join()
-
-
-def _verified(program: str, steps: int, layouts: Sequence[str], called: Mapping[str, set[str]]) -> dict[str, Any]:
+def _verified(program: str, steps: int, layouts: Sequence[str]) -> dict[str, Any]:
     """Return the fields of a Result, with the files that were imported."""
     began = time.process_time()
     result: dict[str, Any] = {"layouts": {}, "bits": {}}
@@ -282,7 +255,6 @@ def _verified(program: str, steps: int, layouts: Sequence[str], called: Mapping[
     module = sys.modules.get(Path(source).stem if source.endswith(".py") else source)
     folders = Path.cwd(), Path(getattr(module, "__file__", None) or source).parent
     result["imported"] = [file for file in files if any(Path(file).is_relative_to(folder) for folder in folders)]
-    result["called"] = {file: sorted(called[file]) for file in result["imported"] if file in called}
     return result
 
 

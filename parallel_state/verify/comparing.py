@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from parallel_state.simulated.agreement import digest_of
 from parallel_state.verify.layouts import ONE_PROCESS, Variant
 from parallel_state.verify.marks import wrong_marks
 from parallel_state.verify.outcome import Difference
 from parallel_state.verify.program import Program, VerifyError
 from parallel_state.verify.seeds import InitialPart
 from parallel_state.verify.training import LEARNING_RATE, training_of
-from parallel_state.verify.weights import ModelTensors, NamedTensor, assemble, digest_of
+from parallel_state.verify.weights import ModelTensors, NamedTensor, assemble
 
 _DEPTH = 16  # how many roundings of one size a value of a small model has gone through
 _SMALL = 1e-3  # of the largest gradient: the error of a smaller one is measured against this
@@ -79,7 +80,7 @@ class RankReport:
         rank: the rank.
         coordinates: its index on every axis of more than one rank.
         differences: those of the first step that has one.
-        errors: kind of values -> their largest relative difference.
+        largest: the largest relative difference of all values.
         digests: part of a tensor -> a sum of the bits that it has after the last step.
         initial: part of a weight -> what the program initialized it with.
     """
@@ -87,14 +88,9 @@ class RankReport:
     rank: int
     coordinates: dict[str, int]
     differences: list[Difference] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
+    largest: float = 0.0
     digests: dict[str, str] = field(default_factory=dict)
     initial: dict[str, InitialPart] = field(default_factory=dict)
-
-    @property
-    def largest(self) -> float:
-        """The largest relative difference of all values."""
-        return max(self.errors.values(), default=0.0)
 
 
 def tolerance(program: Program, reference: OneProcess) -> float:
@@ -127,9 +123,9 @@ def rank_and_coordinates(variant: Variant) -> tuple[int, dict[str, int]]:
     return rank, {axis: coordinates[axis] for axis in shown}
 
 
-def train_reference(program: Program, dtype: torch.dtype, steps: int, start: ModelTensors | None = None) -> OneProcess:
-    """Train in one process, which this simulated rank is; from given weights, or from the program's own."""
-    training = training_of(program, ONE_PROCESS, dtype, start)
+def train_reference(program: Program, dtype: torch.dtype, steps: int) -> OneProcess:
+    """Train in one process, which this simulated rank is."""
+    training = training_of(program, ONE_PROCESS, dtype, None)
     start = assemble(training.named, [parameter.tensor for parameter in training.named])
     reference = OneProcess(dtype, start, [], training.config.hidden_size, _elements(training.named))
     for step in range(steps):
@@ -166,25 +162,6 @@ def check_deterministic(first: OneProcess, second: OneProcess) -> None:
                 )
 
 
-def compare_references(mine: OneProcess, saved: OneProcess, allowed: float) -> tuple[list[Difference], float]:
-    """Return the differences of the first step in which two trainings of one process differ, and the largest error."""
-    report = RankReport(0, {})
-    for step, (one, true) in enumerate(zip(mine.steps, saved.steps, strict=True), start=1):
-        compared = _Compared(report, step, allowed)
-        for name in true.losses.keys() | one.losses.keys():
-            compared.numbers("loss", name, one.losses.get(name, math.nan), true.losses.get(name, math.nan))
-        for name, value in true.gradients.items():
-            compared.tensors(
-                "gradient", name, one.gradients.get(name, torch.full_like(value, math.nan)), value, true.floor
-            )
-        for name, value in true.scores.items():
-            compared.tensors("scores", name, one.scores.get(name, value * math.nan), value, 0.0)
-        compared.updates(one.updated, true.updated)
-        for name, value in true.weights.items():
-            compared.tensors("weight", name, one.weights.get(name, value * math.nan), value, 0.0)
-    return report.differences, report.largest
-
-
 def compare_rank(
     program: Program, variant: Variant, reference: OneProcess, dtype: torch.dtype, allowed: float
 ) -> RankReport:
@@ -193,8 +170,8 @@ def compare_rank(
     Args:
         program: the program.
         variant: the layout.
-        reference: the training of one process, perhaps in another type.
-        dtype: the type of the weights here.
+        reference: the training of one process.
+        dtype: the type of the weights.
         allowed: the largest relative difference that counts as equal.
     """
     training = training_of(program, variant, dtype, reference.start)
@@ -268,9 +245,7 @@ class _Compared:
         is_weight = isinstance(named.tensor, torch.nn.Parameter)
         floor = LEARNING_RATE * true.floor / max(true.norm, 1.0) if is_weight else 0.0
         if start.is_floating_point() and is_weight:
-            rounding = 4 * torch.finfo(end.dtype).eps / self._tolerance
-            in_bf16 = named.tensor.dtype == torch.bfloat16  # updates are below its rounding, and kept in float32
-            floor = max(floor, float(end.abs().max()) * (1.0 if in_bf16 else rounding))
+            floor = max(floor, float(end.abs().max()) * 4 * torch.finfo(end.dtype).eps / self._tolerance)
         mine = named.tensor.detach()
         kind = "weight" if is_weight else "buffer"
         self._add(kind, named.name, error_between(mine - start, end - start, floor))
@@ -279,7 +254,7 @@ class _Compared:
         report = self._report
         if not self._counts:
             return
-        report.errors[kind] = max(report.errors.get(kind, 0.0), error)
+        report.largest = max(report.largest, error)
         if error > (allowed or self._tolerance):
             report.differences.append(Difference(kind, name, self._step, report.rank, report.coordinates, error, note))
 

@@ -24,6 +24,16 @@ from parallel_state.verify.training import training_of
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step of a training, counted from 1."""
+
+    program: Program
+    variant: Variant
+    reference: OneProcess
+    number: int
+
+
 @dataclasses.dataclass
 class _Recorded:
     """A rank's step: ``first`` is the index in the step of its first micro-batch, and ``count`` their number."""
@@ -61,7 +71,7 @@ class Located:
 
 def record_reference(program: Program, reference: OneProcess, step: int) -> StepRecords:
     """Return what the modules of one process compute in a step, counted from 1."""
-    return _record_ranks(program, ONE_PROCESS, reference, step, CommunicationTrace())[0].records
+    return _record_ranks(_Step(program, ONE_PROCESS, reference, step), CommunicationTrace())[0].records
 
 
 def locate(
@@ -76,12 +86,12 @@ def locate(
         true: what its modules compute in the step.
         differences: those of the step; empty if an error ended the training in its first step.
     """
-    step = differences[0].step if differences else 1
+    step = _Step(program, variant, reference, differences[0].step if differences else 1)
     trace = CommunicationTrace(values=True)
-    ranks = _record_ranks(program, variant, reference, step, trace, fails=not differences)
+    ranks = _record_ranks(step, trace, fails=not differences)
     if len(ranks) < variant.layout.world_size:
         return Located(None, {})
-    search = _Search(program, variant, reference, step, true, ranks, list(trace))
+    search = _Search(step, true, ranks, list(trace))
     gradients = [difference for difference in differences if difference.kind == "gradient"]
     notes = {
         (gradient.rank, gradient.name): search.note_of_gradient(gradient.rank, gradient.name) for gradient in gradients
@@ -90,46 +100,33 @@ def locate(
     return Located(place, notes, () if place or not gradients else search.finalized_by(gradients[0].rank))
 
 
-def _record_ranks(
-    program: Program,
-    variant: Variant,
-    reference: OneProcess,
-    step: int,
-    trace: CommunicationTrace,
-    fails: bool = False,
-) -> list[_Recorded]:
+def _record_ranks(step: _Step, trace: CommunicationTrace, fails: bool = False) -> list[_Recorded]:
     """Train all ranks up to a step, and record it; up to an error if the training ends with one."""
     ranks: list[_Recorded] = []
     try:
-        run_ranks(variant.layout, lambda: _record_rank(program, variant, reference, step, trace, ranks), trace=trace)
+        run_ranks(step.variant.layout, lambda: _record_rank(step, trace, ranks), trace=trace)
     except Exception:
         if not fails:
             raise
     return sorted(ranks, key=lambda rank: rank.rank)
 
 
-def _record_rank(
-    program: Program,
-    variant: Variant,
-    reference: OneProcess,
-    step: int,
-    trace: CommunicationTrace,
-    ranks: list[_Recorded],
-) -> None:
+def _record_rank(step: _Step, trace: CommunicationTrace, ranks: list[_Recorded]) -> None:
     """Train this rank up to a step, and record it: add it to the ranks before the step."""
+    program, variant, reference, index = step.program, step.variant, step.reference, step.number - 1
     training = training_of(program.recorded(), variant, reference.dtype, reference.start)
-    for index in range(step - 1):
-        training.forward_backward(index)
-        training.update(index)
-    indices = training.micro_batches(step - 1)
-    first, count = indices[0] - program.micro_batches * (step - 1), len(indices) // variant.merged
+    for earlier in range(index):
+        training.forward_backward(earlier)
+        training.update(earlier)
+    indices = training.micro_batches(index)
+    first, count = indices[0] - program.micro_batches * index, len(indices) // variant.merged
     positions = [] if program.positions is None else [program.positions(index) for index in indices]
     recorded = _Recorded(*rank_and_coordinates(variant), first, count, record_step(training.models, trace), positions)
     ranks.append(recorded)
     with LinesOfOperations():
-        values = training.forward_backward(step - 1)
+        values = training.forward_backward(index)
     recorded.ended = len(trace)
-    true = reference.steps[step - 1].gradients
+    true = reference.steps[index].gradients
     recorded.gradients = {
         parameter.name: (gradient[0].clone(), parameter.of(true).reshape(-1)[gradient[1]])
         for parameter, gradient in zip(training.named, values.gradients, strict=True)
@@ -141,20 +138,10 @@ def _record_rank(
 class _Search:
     """Compares the records of all ranks with those of one process."""
 
-    def __init__(
-        self,
-        program: Program,
-        variant: Variant,
-        reference: OneProcess,
-        step: int,
-        true: StepRecords,
-        ranks: list[_Recorded],
-        trace: list[Transfer],
-    ) -> None:
-        self._trace = trace
-        self._variant, self._step, self._true, self._ranks = variant, step, true, ranks
-        self._length = program.seq_length
-        self._tolerance = 4 * tolerance(program, reference)
+    def __init__(self, step: _Step, true: StepRecords, ranks: list[_Recorded], trace: list[Transfer]) -> None:
+        self._variant, self._step, self._true, self._ranks, self._trace = step.variant, step.number, true, ranks, trace
+        self._length = step.program.seq_length
+        self._tolerance = 4 * tolerance(step.program, step.reference)
         self._scale = functools.cache(self._measured_scale)
 
     def first(self, direction: str) -> DifferingModule | None:

@@ -96,8 +96,6 @@ class Outcome:
         largest: the largest relative difference of all compared values, within the tolerance or not.
         seconds: the time that it took.
         bits: a sum over the bits that all ranks have after the last step.
-        rounding: in bfloat16, for each kind of values the largest relative difference from one process in bfloat16,
-            from one in float32, and between these two.
         finalized_by: if no activation differs, what the rank communicated between the backward pass and the update.
     """
 
@@ -109,7 +107,6 @@ class Outcome:
     largest: float = 0.0
     seconds: float = 0.0
     bits: str = ""
-    rounding: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     finalized_by: tuple[str, ...] = ()
 
     @property
@@ -132,8 +129,6 @@ class Outcome:
             return self.failure.partition("\n")[0]
         if self.place is not None:
             return str(self.place)
-        if self.rounding:
-            return "; ".join(_rounding_text(kind, *figures) for kind, figures in self.rounding.items())
         noted = [difference for difference in self.differences if difference.note]
         return str((noted or self.differences)[0]) if self.differences else ""
 
@@ -169,11 +164,6 @@ class LayoutDiffers(MControllerError, AssertionError):
     """A layout does not train the model that one process trains; field: ``outcome``."""
 
     outcome: Outcome
-
-
-def _rounding_text(kind: str, from_half: float, from_single: float, in_bf16: float) -> str:
-    times = f" ({from_single / in_bf16:.1f})" if in_bf16 else ""
-    return f"{kind} {from_half:.1e}, {from_single:.1e}{times}"
 
 
 def _shortened(computed_by: tuple[str, ...], most: int = 3) -> list[str]:

@@ -8,7 +8,6 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,12 +89,11 @@ class Program:
             text = f"{name} of the model has the shape {list(value.shape)}, and {reason}"
             raise VerifyError(text, input=name, shape=tuple(value.shape), expected=expected)
 
-    def smaller(self, *, micro_batches: int | None = None, seq_length: int | None = None, **fields: Any) -> Program:
-        """Return the program with fewer micro-batches, shorter rows, and other values of fields of its config.
+    def smaller(self, *, micro_batches: int | None = None, **fields: Any) -> Program:
+        """Return the program with fewer micro-batches, and other values of fields of its config.
 
         Args:
             micro_batches: micro-batches of one step; None for those of the program.
-            seq_length: tokens in a row: every tensor of a batch is cut to them. None for those of the program.
             fields: such as ``num_layers=2``. They are set after the config has derived other fields from its own.
         """
 
@@ -105,10 +103,7 @@ class Program:
                 setattr(made, name, value)
             return made
 
-        length = seq_length or self.seq_length
-        batch = self.batch if length == self.seq_length else partial(_cut, self.batch, self.seq_length, length)
-        micro_batches = micro_batches or self.micro_batches
-        return replace(self, config=config, batch=batch, seq_length=length, micro_batches=micro_batches)
+        return replace(self, config=config, micro_batches=micro_batches or self.micro_batches)
 
     def recorded(self) -> Program:
         """Return the program whose modules are compared one by one, to find where the program differs."""
@@ -131,17 +126,6 @@ class Program:
                 f"{type(batches[0]).__name__}; return a dict, give the program merge, or leave mbs out"
             )
         return {name: _joined([batch[name] for batch in batches], self.micro_batch_size) for name in batches[0]}
-
-
-def _cut(batch: Callable[[int], Any], length: int, kept: int, index: int) -> Any:
-    """Return a micro-batch whose tensors have ``kept`` elements in the dims that have ``length``."""
-    row = batch(index)
-    if not isinstance(row, dict):
-        raise VerifyError(f"seq_length={kept} cuts batches that are dicts of tensors; batch returns another type")
-    for name, value in row.items():
-        for dim in [dim for dim, size in enumerate(getattr(value, "shape", ())) if size == length]:
-            row[name] = row[name].narrow(dim, 0, kept).contiguous()
-    return row
 
 
 def _joined(values: list[Any], rows: int) -> Any:

@@ -26,7 +26,6 @@ class Result:
         failure: the error of a program that cannot be verified at this commit.
         files: hashes of the files that the result depends on, by their paths in the checkout; those of the program by
             their absolute paths.
-        called: the functions that were called, by the paths in ``files``; a file without an entry counts as a whole.
     """
 
     fingerprint: str = ""
@@ -35,7 +34,6 @@ class Result:
     seconds: float = 0.0
     failure: str = ""
     files: dict[str, str] = field(default_factory=dict)
-    called: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def differing(self) -> list[str]:
@@ -92,11 +90,7 @@ class Record:
         if self._file is None or not new:
             return
         for name, result in new.items():
-            fields = {
-                key: value
-                for key, value in asdict(result).items()
-                if key in ("fingerprint", "layouts", "bits", "failure")
-            }
+            fields = {key: value for key, value in asdict(result).items() if key in _RECORDED}
             entry = next((entry for entry in self._entries(name) if entry["result"] == fields), None)
             if entry is None:
                 entry = {"key": self._keys[name], "result": fields, "commits": []}

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from parallel_state.simulated.agreement import digest_of
 from parallel_state.verify.outcome import Difference
-from parallel_state.verify.weights import NamedTensor, digest_of
+from parallel_state.verify.weights import NamedTensor
 
 
 @dataclass(frozen=True)

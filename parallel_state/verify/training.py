@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -172,17 +172,28 @@ class Training:
 
     def forward_backward(self, step: int) -> StepValues:
         """Compute the gradients of a step, counted from 0."""
+        hooks = [model.register_forward_pre_hook(self._check_inputs, with_kwargs=True) for model in self._wrapped]
+        reports = self.run_schedule(step)
+        for hook in hooks:
+            hook.remove()
+        return StepValues(self.gradients(), _mean_reports(reports))
+
+    def batches(self, parts: Sequence[range]) -> Iterator[Any]:
+        """Return the micro-batches of some indices, each part merged into one."""
+        return iter([self.program.merged_batch(part) for part in parts])
+
+    def run_schedule(self, step: int) -> list[dict[str, Any]] | None:
+        """Run Megatron's schedule of a step, counted from 0; return what the loss reports of each micro-batch."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         program, indices, merged = self.program, self.micro_batches(step), self.variant.merged
-        hooks = [model.register_forward_pre_hook(self._check_inputs, with_kwargs=True) for model in self._wrapped]
         parts = [indices[start : start + merged] for start in range(0, len(indices), merged)]
         for wrapped in self._wrapped:
             wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
-        data = [iter([program.merged_batch(part) for part in parts]) for _ in self._wrapped]
+        data = [self.batches(parts) for _ in self._wrapped]
         interleaved = self.variant.layout.vpp is not None
-        reports = get_forward_backward_func()(
+        reports: list[dict[str, Any]] | None = get_forward_backward_func()(
             forward_step_func=program.forward_step,
             data_iterator=data if interleaved else data[0],
             model=self._wrapped if interleaved else self._wrapped[0],
@@ -191,9 +202,7 @@ class Training:
             micro_batch_size=program.micro_batch_size * merged,
             forward_only=False,
         )
-        for hook in hooks:
-            hook.remove()
-        return StepValues(self.gradients(), _mean_reports(reports))
+        return reports
 
     def update(self, step: int) -> dict[str, float]:
         """Make a step of the optimizer, counted from 0; return the gradient norm first, and what else it reports."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -28,7 +25,6 @@ from parallel_state.verify.comparing import (
     ReferenceStep,
     check_deterministic,
     compare_rank,
-    compare_references,
     replicas_that_differ,
     tolerance,
     train_reference,
@@ -42,29 +38,18 @@ from parallel_state.verify.layouts import (
     parse_layout,
 )
 from parallel_state.verify.locating import locate, record_reference
-from parallel_state.verify.outcome import Difference, LayoutDiffers, Outcome
+from parallel_state.verify.outcome import LayoutDiffers, Outcome
 from parallel_state.verify.precision import in_float64
 from parallel_state.verify.program import Program, VerifyError
 from parallel_state.verify.recording import StepRecords, module_name, source_of
 from parallel_state.verify.seeds import wrong_seeds
 from parallel_state.verify.training import config_for
-from parallel_state.verify.weights import ModelTensors
 
 _DECORATORS = typing_extensions.__file__  # of functions of torch
 _NOT_OF_A_PROGRAM = (
     *(f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, parallel_state)),
     _DECORATORS,
 )
-_FINITE = sys.float_info.max  # the error of a value that is not finite is larger
-
-
-@dataclass(frozen=True)
-class _InBf16:
-    """One process from the same weights in float32 and in bfloat16, and how far the second is from the first."""
-
-    single: OneProcess
-    half: OneProcess
-    errors: dict[str, float]
 
 
 class Verifier:
@@ -90,7 +75,6 @@ class Verifier:
         self.program, self.steps, self._exact = program, steps, exact
         self.locates = True
         self._records: dict[int, StepRecords] = {}
-        self._in_bf16: _InBf16 | None = None
         self._dtype = torch.float64 if exact else torch.float32
         check_divisible(program, ONE_PROCESS)
         with self._precision():
@@ -107,9 +91,8 @@ class Verifier:
     def _precision(self) -> contextlib.AbstractContextManager[None]:
         return in_float64() if self._exact else contextlib.nullcontext()
 
-    def _one_process(self, start: ModelTensors | None = None, dtype: torch.dtype | None = None) -> OneProcess:
-        train = partial(train_reference, self.program, dtype or self._dtype, self.steps, start)
-        return run_ranks(ONE_PROCESS.layout, lambda: train())[0]
+    def _one_process(self) -> OneProcess:
+        return run_ranks(ONE_PROCESS.layout, lambda: train_reference(self.program, self._dtype, self.steps))[0]
 
     @property
     def tolerance(self) -> float:
@@ -149,94 +132,54 @@ class Verifier:
         Raises:
             VerifyError: the layout does not fit the program, or the program ignores it.
         """
-        return self._outcome(layout, self._dtype, self._compare)
-
-    def in_bf16(self, layout: str | Variant) -> Outcome:
-        """Train in a layout in bfloat16, and measure how far it is from one process in bfloat16 and in float32.
-
-        Rounding is no difference: values that are not finite, replicas that have other bits, marks and seeds are.
-
-        Args:
-            layout: a layout or its text.
-
-        Returns:
-            The outcome with ``rounding``; all start with the same weights, which bfloat16 has without rounding.
-
-        Raises:
-            VerifyError: the layout does not fit the program, or the program ignores it.
-        """
-        return self._outcome(layout, torch.bfloat16, self._measure)
-
-    def _outcome(
-        self, layout: str | Variant, dtype: torch.dtype, compare: Callable[[Variant, Outcome], None]
-    ) -> Outcome:
         began = time.perf_counter()
         variant = parse_layout(layout) if isinstance(layout, str) else layout
         check_divisible(self.program, variant)
         outcome = Outcome(variant.text, variant.layout.world_size)
         try:
             with self._precision():
-                config_for(self.program, variant, dtype)
-                compare(variant, outcome)
+                config_for(self.program, variant, self._dtype)
+                self._compare(variant, outcome)
         except VerifyError:
             raise
         except Exception as error:  # whatever the program raises: the report names it, and other layouts go on
             outcome.failure = _failure_text(error)
-            if self.locates and dtype == self._dtype:
+            if self.locates:
                 with self._precision():
                     outcome.place = locate(self.program, variant, self.reference, self.records(1), ()).place
         outcome.seconds = time.perf_counter() - began
         return outcome
 
     def _compare(self, variant: Variant, outcome: Outcome) -> None:
-        reports = self._ranks(variant, self.reference, self._dtype, self.tolerance)
-        differences = self._set_differences(reports, outcome)
-        if differences and self.locates:
-            true = self.records(differences[0].step)
-            located = locate(self.program, variant, self.reference, true, outcome.differences)
-            outcome.place, outcome.finalized_by = located.place, located.finalized_by
-            outcome.differences = [located.noted(difference) for difference in outcome.differences]
-
-    def _measure(self, variant: Variant, outcome: Outcome) -> None:
-        if self._in_bf16 is None:
-            start = {name: value.bfloat16().to(value.dtype) for name, value in self.reference.start.items()}
-            single, half = self._one_process(start), self._one_process(start, torch.bfloat16)
-            (alone,) = self._ranks(ONE_PROCESS, single, torch.bfloat16, _FINITE)
-            self._in_bf16 = _InBf16(single, half, alone.errors)
-        known = self._in_bf16
-        reports = self._ranks(variant, known.half, torch.bfloat16, _FINITE)
-        self._set_differences(reports, outcome)
-        if not outcome.differences:
-            from_single = _largest(self._ranks(variant, known.single, torch.bfloat16, _FINITE))
-            from_half = _largest(reports)
-            outcome.rounding = {kind: (from_half[kind], from_single[kind], known.errors[kind]) for kind in known.errors}
-
-    def _ranks(self, variant: Variant, reference: OneProcess, dtype: torch.dtype, allowed: float) -> list[RankReport]:
-        return run_ranks(variant.layout, lambda: compare_rank(self.program, variant, reference, dtype, allowed))
-
-    def _set_differences(self, reports: list[RankReport], outcome: Outcome) -> list[Difference]:
-        """Add to an outcome what its ranks report; return the differences but for those among replicas alone."""
+        reports = self._ranks(variant, self.reference)
         differences = list(wrong_seeds([(report.initial, report.coordinates) for report in reports]))
         differences += [difference for report in reports for difference in report.differences]
         outcome.bits = hashlib.sha256(repr([report.digests for report in reports]).encode()).hexdigest()[:16]
         outcome.largest = max(report.largest for report in reports)
         first = min((difference.step for difference in differences), default=0)
-        differences = [difference for difference in differences if difference.step == first]
-        outcome.differences = differences or replicas_that_differ(reports, self.steps)
-        return differences
+        outcome.differences = [difference for difference in differences if difference.step == first]
+        if not differences:
+            outcome.differences = replicas_that_differ(reports, self.steps)
+        elif self.locates:
+            located = locate(self.program, variant, self.reference, self.records(first), outcome.differences)
+            outcome.place, outcome.finalized_by = located.place, located.finalized_by
+            outcome.differences = [located.noted(difference) for difference in outcome.differences]
+
+    def _ranks(self, variant: Variant, reference: OneProcess) -> list[RankReport]:
+        allowed = self.tolerance
+        return run_ranks(variant.layout, lambda: compare_rank(self.program, variant, reference, self._dtype, allowed))
 
     def save(self, path: Path) -> None:
         """Write the training of one process to a file, for ``against`` with another version of the code."""
         torch.save(asdict(self.reference), path)
 
-    def against(self, path: Path, name: str = "") -> Outcome:
+    def against(self, path: Path) -> Outcome:
         """Compare the training of one process with a saved one, from the saved weights.
 
         Layouts that are verified later are compared with the saved one.
 
         Args:
             path: what ``save`` wrote with this program, in another environment or at another commit.
-            name: of the outcome; empty for that of the file.
 
         Raises:
             VerifyError: the file has other weights, another number of steps, or is no such file.
@@ -248,18 +191,19 @@ class Verifier:
                 f"{path} has {len(saved.steps)} steps in {saved.dtype}; this run makes {self.steps} in {self._dtype}"
             )
         for weight, there in saved.start.items():
-            here = self.reference.start.get(weight, there)
-            if here.shape != there.shape:
+            here = self.reference.start.get(weight)
+            if here is None or here.shape != there.shape:
+                now = "missing" if here is None else list(here.shape)
                 raise VerifyError(
-                    f"{path} is of another program: {weight} is {list(there.shape)} there and {list(here.shape)} here",
-                    weight=weight,
+                    f"{path} is of another program: {weight} is {list(there.shape)} there and {now} here", weight=weight
                 )
         with self._precision():
-            mine = self._one_process(saved.start)
-        differences, largest = compare_references(mine, saved, self.tolerance)
+            (report,) = self._ranks(ONE_PROCESS, saved)
         self.reference = saved
         self._records.clear()
-        return Outcome(f"against {name or path.name}", 1, differences, None, None, largest, time.perf_counter() - began)
+        differences = [one for one in report.differences if one.kind != "seed"]  # other initial weights are no fault
+        seconds = time.perf_counter() - began
+        return Outcome(f"against {path.name}", 1, differences, largest=report.largest, seconds=seconds)
 
 
 def _load(path: Path) -> OneProcess:
@@ -292,11 +236,6 @@ def verify_layout(program: Program, layout: str, *, steps: int = 2) -> Outcome:
     if not outcome.equal:
         raise LayoutDiffers(outcome.report(), outcome=outcome)
     return outcome
-
-
-def _largest(reports: list[RankReport]) -> dict[str, float]:
-    kinds = {kind for report in reports for kind in report.errors}
-    return {kind: max(report.errors.get(kind, 0.0) for report in reports) for kind in kinds}
 
 
 def _failure_text(error: Exception) -> str:

@@ -6,7 +6,6 @@ Names and positions are those of Megatron's ``sharded_state_dict``, which distri
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +44,7 @@ class NamedTensor:
         Raises:
             VerifyError: one process has no such weight, or one of another shape.
         """
-        mine = self.tensor.dtype  # a value of bfloat16 is compared with the unrounded one
-        part = torch.zeros(self.tensor.shape, dtype=torch.float32 if mine == torch.bfloat16 else mine)
+        part = torch.zeros(self.tensor.shape, dtype=self.tensor.dtype)
         for piece in self.pieces(part):
             true = whole.get(piece.key)
             if true is None:
@@ -128,8 +126,3 @@ def _leaves(tree: Any) -> Iterator[Any]:
     elif isinstance(tree, dict | list | tuple):
         for value in tree.values() if isinstance(tree, dict) else tree:
             yield from _leaves(value)
-
-
-def digest_of(tensor: torch.Tensor) -> str:
-    """Return a sum over the bits of a tensor."""
-    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -51,19 +51,6 @@ def test_experts_have_a_separate_grid() -> None:
     )
 
 
-def test_a_row_per_rank() -> None:
-    layout = ParallelLayout(4, tp=2, order="tp-replica", extra={"replica": 2})
-    assert topology(layout, per_node=2).describe(by="rank") == (
-        "4 ranks = tp 2 x cp 1 x dp 1 x pp 1 x replica 2\n"
-        "\n"
-        "rank   node       tp   replica\n"
-        "0      10.0.0.1   0    0\n"
-        "1      10.0.0.1   1    0\n"
-        "2      10.0.0.2   0    1\n"
-        "3      10.0.0.2   1    1"
-    )
-
-
 def test_ranks_without_axes_are_shown_by_node() -> None:
     assert Topology.flat(3).describe() == "3 ranks, no axes"
     text = Topology.flat(3, nodes=["a", "b", "a"]).describe()

@@ -133,8 +133,6 @@ INVALID_QUERIES: list[tuple[Any, dict[str, Any]]] = [
         {"axes": ("rank", "dp")},
     ),
     (lambda topology: topology.coordinates(8), {"rank": 8}),
-    (lambda topology: topology.describe(by="node"), {"by": "node"}),
-    (lambda topology: topology.describe(by="dp"), {"by": "dp"}),
 ]
 
 

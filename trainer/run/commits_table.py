@@ -18,7 +18,7 @@ from parallel_state.verify.results import Result
 _EXAMPLES = Path(parallel_state.__file__).parents[1] / "examples" / "verify"
 _PROGRAMS = "gpt", "moe", "mla", "hybrid", "packed"
 _CACHE = Path.home() / ".cache" / "mcontroller" / "commits"
-_OTHERS = "program", "rest", "against", "all", "bf16", "exact", "full_size", "json", "save", "shrink"
+_OTHERS = "program", "rest", "against", "all", "exact", "full_size", "json", "save"
 
 _Verified = tuple[int, dict[str, Result]]
 

@@ -20,7 +20,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +27,10 @@ from mcontroller.output import output_file
 from parallel_state.verify.layouts import Variant, parse_layout
 from parallel_state.verify.outcome import Outcome
 from parallel_state.verify.program import Program, VerifyError, load_program
-from parallel_state.verify.shrinking import shrink, source_of_test
 from parallel_state.verify.verifier import Verifier
 from trainer.run import commits_table
 from trainer.run.commits_table import positive
-from workers.verify.other_version import saved_by
 
-_IN_BF16 = "difference from one process in bf16, in float32 (times that of one process in bf16)"
 _COLUMNS = "{:<32} {:>5}  {:<7} {:>8} {:>7}  {}"
 
 
@@ -55,14 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--full-size", action="store_true", help="do not make a run or a script small")
     parser.add_argument("--steps", type=positive, default=2, help="training steps in each layout; default: 2")
-    precision = parser.add_mutually_exclusive_group()
-    precision.add_argument("--exact", action="store_true", help="compute in float64, to tell faults from rounding")
-    precision.add_argument("--bf16", action="store_true", help="report the rounding of layouts in bfloat16; no fault")
-    parser.add_argument("--shrink", type=output_file, metavar="FILE", help="write the smallest failing test to it")
+    parser.add_argument("--exact", action="store_true", help="compute in float64, to tell faults from rounding")
     parser.add_argument("--save", type=output_file, metavar="FILE", help="write the training of one process to it")
-    parser.add_argument(
-        "--against", metavar="OTHER", help="what --save wrote, a commit, or the interpreter of an environment"
-    )
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with what --save wrote elsewhere")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the outcomes to this file")
     commits_table.add_arguments(parser)
 
@@ -75,13 +66,11 @@ class _Part:
         name: the role; empty if there is one program.
         program: the program.
         layouts: its own layouts; empty for the smallest ones.
-        source: the code with which a test gets the program, an import and an expression.
     """
 
     name: str
     program: Program
     layouts: Sequence[Variant]
-    source: tuple[str, str]
 
     def file(self, path: Path) -> Path:
         """Return the file of this program."""
@@ -99,9 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise VerifyError("name a program, such as my_model.py:program, or --commits")
     parts, verifiers = _parts(arguments), list[Verifier]()
     began = time.perf_counter()
-    with ExitStack() as stack:
-        saved = stack.enter_context(saved_by(arguments.against, _command(arguments))) if arguments.against else None
-        outcomes = _verified(parts, verifiers, arguments, given, saved)
+    outcomes = _verified(parts, verifiers, arguments, given)
     if not outcomes:
         raise VerifyError(f"no layout of up to {arguments.ranks} ranks fits the program; give more --ranks")
     different = [(part, outcome) for part, outcome in outcomes if not outcome.equal]
@@ -111,47 +98,34 @@ def run(arguments: argparse.Namespace) -> int:
     for same in causes.values():
         title = "; ".join(f"{part.name} {outcome.layout}".strip() for part, outcome in same)
         sys.stdout.write(f"\n{title}\n" + "".join(f"  {line}\n" for line in same[0][1].lines()))
-    sys.stdout.write(
-        f"\n{_summary(len(outcomes), len(different), arguments.bf16)} in {time.perf_counter() - began:.1f} s\n"
-    )
+    text = "layouts train the model of one process"
+    if different:
+        text = f"of {len(outcomes)} layouts do not train the model of one process"
+    count = len(different) or len(outcomes)
+    sys.stdout.write(f"\n{count} {text} in {time.perf_counter() - began:.1f} s\n")
     for part, verifier in zip(parts, verifiers, strict=True):
         of = f" of {part.name}" if part.name else ""
         sys.stdout.write(f"rounding{of}: below {verifier.tolerance:.1e} of the largest value of a tensor\n")
         sys.stdout.write(f"fingerprint of one process{of}: {verifier.fingerprint}\n")
     if arguments.json:
         _write_json(arguments.json, dict(zip((part.name for part in parts), verifiers, strict=True)), outcomes)
-    layouts = [(part, outcome.layout) for part, outcome in different if not outcome.layout.startswith("against ")]
-    if arguments.shrink and layouts:
-        _write_test(arguments, *layouts[0])
     return 1 if different else 0
 
 
 def _verified(
-    parts: Sequence[_Part],
-    verifiers: list[Verifier],
-    arguments: argparse.Namespace,
-    given: Sequence[Variant],
-    saved: Path | None,
+    parts: Sequence[_Part], verifiers: list[Verifier], arguments: argparse.Namespace, given: Sequence[Variant]
 ) -> list[tuple[_Part, Outcome]]:
     """Add a verifier for each part, and print and return the outcomes of its layouts."""
     verified: list[tuple[_Part, Outcome]] = []
     for index, part in enumerate(parts):
         verifiers.append(Verifier(part.program, steps=arguments.steps, exact=arguments.exact))
         if not index:
-            last = _IN_BF16 if arguments.bf16 else "first difference"
-            sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", f"{last}\n"))
+            sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", "first difference\n"))
         if arguments.save:
             verifiers[-1].save(part.file(arguments.save))
-        outcomes = _outcomes(part, verifiers[-1], arguments, given, saved)
+        outcomes = _outcomes(part, verifiers[-1], arguments, given)
         verified += [(part, outcome) for outcome in _printed(part.name, outcomes)]
     return verified
-
-
-def _command(arguments: argparse.Namespace) -> list[str]:
-    """Return the arguments with which another version trains the same in one process."""
-    flags = [f"--{name}" for name in ("exact", "full-size") if getattr(arguments, name.replace("-", "_"))]
-    ranks, steps = f"--ranks={arguments.ranks}", f"--steps={arguments.steps}"
-    return [ranks, steps, *flags, "--", arguments.program, *arguments.rest]
 
 
 def _parts(arguments: argparse.Namespace) -> list[_Part]:
@@ -159,42 +133,33 @@ def _parts(arguments: argparse.Namespace) -> list[_Part]:
     if arguments.program.endswith(".py"):
         from workers.verify.megatron_script import script_program
 
-        shrinks = not arguments.full_size
-        program, layout = script_program(arguments.program, arguments.rest, shrinks=shrinks)
-        imports = "from workers.verify.megatron_script import script_program"
-        text = f"script_program({arguments.program!r}, {arguments.rest!r}, shrinks={shrinks})[0]"
-        return [_Part("", program, [layout], (imports, text))]
+        program, layout = script_program(arguments.program, arguments.rest, shrinks=not arguments.full_size)
+        return [_Part("", program, [layout])]
     if not arguments.program.endswith((".yaml", ".yml")):
         if arguments.rest:
             text = f"{arguments.program} is a Program, and takes no {' '.join(arguments.rest)}: pass --layouts"
             raise VerifyError(text, given=arguments.rest)
-        source = "from parallel_state.verify.program import load_program", f"load_program({arguments.program!r})"
-        return [_Part("", load_program(arguments.program), (), source)]
+        return [_Part("", load_program(arguments.program), ())]
     from trainer.run.config import read_run_config
     from trainer.run.model_roles import role_programs
 
     config = read_run_config(arguments.program, arguments.rest)
-    shrinks = not arguments.full_size
-    programs = role_programs(config, most_ranks=arguments.ranks, shrinks=shrinks)
-    imports = "from trainer.run.config import read_run_config\nfrom trainer.run.model_roles import role_programs"
-    read = f"role_programs(read_run_config({arguments.program!r}, {arguments.rest!r}), shrinks={shrinks})"
-    return [
-        _Part(key, program, [program.role.variant], (imports, f"{read}[{key!r}]")) for key, program in programs.items()
-    ]
+    programs = role_programs(config, most_ranks=arguments.ranks, shrinks=not arguments.full_size)
+    return [_Part(key, program, [program.role.variant]) for key, program in programs.items()]
 
 
 def _outcomes(
-    part: _Part, verifier: Verifier, arguments: argparse.Namespace, given: Sequence[Variant], saved: Path | None
+    part: _Part, verifier: Verifier, arguments: argparse.Namespace, given: Sequence[Variant]
 ) -> Iterator[Outcome]:
     def verify(layout: str | Variant) -> Outcome:
         variant = parse_layout(layout) if isinstance(layout, str) else layout
         try:
-            return verifier.in_bf16(variant) if arguments.bf16 else verifier.verify(variant)
+            return verifier.verify(variant)
         except VerifyError as error:  # other layouts go on
             return Outcome(variant.text, variant.layout.world_size, failure=f"VerifyError: {error}")
 
-    if saved is not None:
-        yield verifier.against(part.file(saved), arguments.against)
+    if arguments.against:
+        yield verifier.against(part.file(arguments.against))
     if given or (part.layouts and not arguments.all):
         yield from map(verify, given or part.layouts)
     else:
@@ -204,19 +169,10 @@ def _outcomes(
 
 def _printed(name: str, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
     for outcome in outcomes:
-        equal = ("-" if outcome.rounding else "yes") if outcome.equal else "NO"
-        figures = outcome.ranks, equal, f"{outcome.largest:.1e}", f"{outcome.seconds:.1f}"
+        figures = outcome.ranks, "yes" if outcome.equal else "NO", f"{outcome.largest:.1e}", f"{outcome.seconds:.1f}"
         sys.stdout.write(_COLUMNS.format(f"{name} {outcome.layout}".strip(), *figures, outcome.first()).rstrip() + "\n")
         sys.stdout.flush()
         yield outcome
-
-
-def _summary(count: int, different: int, in_bf16: bool) -> str:
-    if in_bf16 and not different:
-        return f"{count} layouts in bfloat16 have finite values and equal replicas"
-    if not different:
-        return f"{count} layouts train the model of one process"
-    return f"{different} of {count} layouts do not train the model of one process"
 
 
 def _write_json(path: Path, verifiers: dict[str, Verifier], outcomes: Sequence[tuple[_Part, Outcome]]) -> None:
@@ -229,10 +185,3 @@ def _write_json(path: Path, verifiers: dict[str, Verifier], outcomes: Sequence[t
         for name, verifier in verifiers.items()
     }
     path.write_text(json.dumps(programs.get("", programs), indent=1) + "\n")
-
-
-def _write_test(arguments: argparse.Namespace, part: _Part, layout: str) -> None:
-    shrunk = shrink(part.program, layout, arguments.steps)
-    if shrunk is not None:
-        arguments.shrink.write_text(source_of_test(*part.source, shrunk))
-        sys.stdout.write(f"smallest program that differs: {shrunk}; {arguments.shrink} fails because of it\n")

@@ -18,7 +18,7 @@ import torch
 from mcontroller.data.batch import DataProto
 from parallel_state.layout import ParallelLayout
 from parallel_state.verify.layouts import Variant
-from parallel_state.verify.program import Program, VerifyError
+from parallel_state.verify.program import Program
 from parallel_state.verify.training import ADAM_EPS, LEARNING_RATE, StepValues, Training
 from workers.config import ActorConfig, OptimConfig, ParallelConfig
 from workers.losses.registry import POLICY_LOSSES
@@ -88,7 +88,7 @@ class ModelRole:
         config = replace(self.config, **changes)
         return self.worker_class(config, self.roles) if self.roles else self.worker_class(config)
 
-    def verified_worker(self, variant: Variant, rows: int, in_bf16: bool) -> Any:
+    def verified_worker(self, variant: Variant, rows: int) -> Any:
         """Return the worker of this rank as ``verify`` trains it, without a model yet; ``rows`` are those of a step."""
         config = self.config
         known = {field.name for field in dataclasses.fields(config)}
@@ -103,8 +103,6 @@ class ModelRole:
         if isinstance(config, ActorConfig):
             changes["rollout"] = replace(config.rollout, prompt_length=_PROMPT, response_length=_RESPONSE)
             changes["router_replay"] = "none"
-        if in_bf16:
-            changes["model"] = replace(config.model, dtype="bfloat16")
         return self.worker(rows // 2, **changes)
 
 
@@ -139,7 +137,7 @@ class RoleTraining(Training):
     def build(self) -> list[Any]:
         """Return the chunks of the worker's model, or of its reference if it has no other."""
         role, program = self.program.role, self.program
-        self.worker = role.verified_worker(self.variant, program.micro_batches * _ROWS, self.config.bf16)
+        self.worker = role.verified_worker(self.variant, program.micro_batches * _ROWS)
         with self.worker.call_context("init_model"):
             self.worker.init_model()
         models = self.worker.model or self.worker.reference
@@ -203,25 +201,13 @@ class RoleProgram(Program):
         model, worker = role.config.model, role.worker_class
 
         def config(**fields: Any) -> Any:
-            model_in_dtype = replace(model, dtype="bfloat16") if fields["bf16"] else model
-            return transformer_config(model_in_dtype, ParallelConfig.from_megatron_args(SimpleNamespace(**fields)))
+            return transformer_config(model, ParallelConfig.from_megatron_args(SimpleNamespace(**fields)))
 
         def batch(index: int) -> DataProto:
             return rows_of_role(index, role.config)
 
         lengths = _PROMPT + _RESPONSE
         return cls(config, worker.build_model, worker.forward_step, batch, lengths, micro_batches, _ROWS, role=role)
-
-    def smaller(self, *, micro_batches: int | None = None, seq_length: int | None = None, **fields: Any) -> RoleProgram:
-        """Return the role with fewer micro-batches, and other values of fields of its model.
-
-        Raises:
-            VerifyError: other lengths are asked for.
-        """
-        if seq_length not in (None, self.seq_length):
-            raise VerifyError(f"the rows of a role have {self.seq_length} tokens; leave seq_length out")
-        config = replace(self.role.config, model=replace(self.role.config.model, **fields))
-        return self.of(replace(self.role, config=config), micro_batches or self.micro_batches)
 
     def recorded(self) -> RoleProgram:
         """Return the role with the same rows, whole, in every micro-batch of every layout."""

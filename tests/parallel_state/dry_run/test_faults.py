@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from parallel_state.dry_run import Outcome, dry_run
-from parallel_state.dry_run import ranks as dry_run_ranks
-from parallel_state.dry_run.ranks import CallLog, run_one_by_one
+from parallel_state.dry_run.ranks import CallLog, run_without_data
 from parallel_state.dry_run.training import ShapeTraining
 from parallel_state.errors import LayoutError
 from parallel_state.layout import ParallelLayout
@@ -114,51 +112,15 @@ def test_a_fault_on_ranks_of_no_pipeline_is_found_with_one_layer_on_each_stage(
     assert not dry_run(planted(fault, *others), "tp=2,dp=4", second=False).failure
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each process has a CPU")
-@pytest.mark.parametrize(("fault", "others", "error"), [(CALLS[0][0], (4,), CALLS[0][4]), (CALLS[5][0], *CALLS[5][3:])])
-def test_ranks_of_two_processes_are_compared(
-    fault: Fault, others: tuple[int, ...], error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = {}
-    for name, size in {"one": 8, "two": 4}.items():
-        monkeypatch.setattr(dry_run_ranks, "_RANKS_OF_A_PROCESS", size)
-        ended = list[int]()
-        whole = dry_run(planted(fault), "tp=2,dp=4", show=lambda what, count, ranks, ended=ended: ended.append(count))
-        assert not whole.failure and whole.warnings == []
-        outcome = dry_run(planted(fault, *others), "tp=2,dp=4")
-        assert f"{error}: " in outcome.failure and all(str(rank) in outcome.failure for rank in others)
-        counts[name] = ended[-1], len(ended)
-    assert counts["one"][0] == counts["two"][0] == 8
-    assert counts["one"][1] - counts["two"][1] == 4  # ranks of the other process are not counted one by one
-
-
-@pytest.mark.parametrize(("ranks_of_one", "ended"), [(8, [1, 2, 3, 4, 5]), (4, [2, 4, 6, 8]), (1, [4, 8])])
-def test_an_error_of_a_rank_has_its_type_and_fields_in_any_of_at_most_four_processes(
-    ranks_of_one: int, ended: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_rank_that_runs_alone_has_its_type_and_fields() -> None:
     def fail(mode: Any) -> None:
         if dist.get_rank() == 5:
             raise LayoutError("no layout", tp=3)
 
-    monkeypatch.setattr(dry_run_ranks, "_RANKS_OF_A_PROCESS", ranks_of_one)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
     counts = list[int]()
     with pytest.raises(LayoutError) as error:
-        run_one_by_one(ParallelLayout(8, tp=2), fail, CallLog(), counts.append)
-    assert (error.value.fields, counts) == ({"tp": 3}, ended)
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each process has a CPU")
-def test_a_process_of_ranks_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(tokens: torch.Tensor, is_faulty: bool) -> None:
-        if is_faulty:
-            os._exit(1)
-
-    monkeypatch.setattr(dry_run_ranks, "_RANKS_OF_A_PROCESS", 4)
-    outcome = dry_run(planted(end, 5), "tp=2,dp=4")
-    assert not outcome.failure
-    (warning,) = outcome.warnings
-    assert "1, 3, 5, 7" in warning and "--all" in warning
+        run_without_data(ParallelLayout(8, tp=2), range(8), fail, CallLog(), together=False, ended=counts.append)
+    assert (error.value.fields, counts) == ({"tp": 3}, [1, 2, 3, 4, 5])
 
 
 def failed(outcome: Outcome, error: str) -> bool:
@@ -203,17 +165,13 @@ def test_a_value_that_decides_about_a_collective_is_listed() -> None:
     assert any("in conditional" in line for line, _ in use.read)
 
 
-@pytest.mark.parametrize("ranks_of_one", [8, 4])
-def test_what_a_rank_broadcasts_is_known_to_ranks_of_other_pipelines(
-    ranks_of_one: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_rank_broadcasts_is_known_to_ranks_of_other_pipelines() -> None:
     def counted(tokens: torch.Tensor, is_faulty: bool) -> None:
         group, new = mpu.get_tensor_model_parallel_group(), torch.empty if dist.get_rank() % 2 else torch.zeros
         count = new((), dtype=torch.int64, device=tokens.device)
         dist.broadcast(count, group=group, group_src=0)
         assert int(count) == 0
 
-    monkeypatch.setattr(dry_run_ranks, "_RANKS_OF_A_PROCESS", ranks_of_one)
     outcome = dry_run(planted(counted), "tp=2,dp=4")
     assert (outcome.failure, outcome.warnings) == ("", [])
     assert not any("in counted" in line for use in outcome.uses.values() for line, _ in use.read)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -51,7 +50,7 @@ def test_bad_input_is_one_line_and_failure(capsys: pytest.CaptureFixture[str], t
     assert main(["verify", GPT, "tp=2"]) == 1
     assert "VerifyError" in capsys.readouterr().err
     file = str(tmp_path / "missing" / "file")
-    wrong = dict.fromkeys(("--json", "--save", "--shrink", "--report", "--record"), file)
+    wrong = dict.fromkeys(("--json", "--save", "--report", "--record"), file)
     for option, value in (wrong | dict.fromkeys(("--steps", "--ranks", "--every"), "0")).items():
         with pytest.raises(SystemExit) as caught:
             main(["verify", GPT, option, value])
@@ -76,45 +75,3 @@ def test_a_rank_that_exits_and_a_saved_training_of_another_program_are_failures(
     (tmp_path / "saved").write_text("{}")
     assert main(["verify", GPT, "--layouts", "dp=1", "--steps", "1", "--against", saved]) == 1
     assert f"{saved} is no file that --save wrote" in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.fixture
-def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository whose last commit changes a number, as the working directory."""
-    for epsilon in ("1e-5", "1e-2"):
-        program = f"gpt.program.smaller(num_layers=1, layernorm_epsilon={epsilon})"
-        (tmp_path / "team_model.py").write_text(
-            f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\nimport gpt\nprogram = {program}\n"
-        )
-        commit = "git init --quiet . && git add team_model.py && git -c user.name=a -c user.email=b commit --quiet -m c"
-        subprocess.run(commit, shell=True, check=True, cwd=tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parents[1]))
-    return tmp_path
-
-
-@pytest.mark.processes
-def test_another_commit_and_another_environment_are_compared(team: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["verify", "team_model.py:program", "--layouts", "dp=1", "--steps", "1", "--against"]
-    assert main([*arguments, "HEAD~1"]) == 1
-    assert main([*arguments, sys.executable]) == 0
-    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines() if line.startswith("against ")]
-    assert rows[0] == ["against", "HEAD~1", "1", "NO"] and rows[-1] == ["against", sys.executable, "1", "yes"]
-    worktrees = subprocess.run(["git", "worktree", "list"], cwd=team, capture_output=True, text=True).stdout
-    assert len(worktrees.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ("no-such-commit", "expected a file that --save wrote, a Python interpreter, or a commit; git says"),
-        ("HEAD", "training there failed: mcontroller verify: VerifyError: there is no file later.py; try: "),
-    ],
-)
-@pytest.mark.processes
-def test_what_cannot_be_compared_is_one_error(
-    team: Path, capsys: pytest.CaptureFixture[str], other: str, message: str
-) -> None:
-    (team / "team_model.py").rename(team / "later.py")
-    assert main(["verify", "later.py:program", "--against", other]) == 1
-    assert message in capsys.readouterr().err
