@@ -216,6 +216,12 @@ for _module in ("extensions.transformer_engine", "recompute", "transformer.trans
         sys.modules[f"megatron.core.{_module}"].te_checkpoint = te_checkpoint
 
 
+def as_many_tokens_on_each_rank(index):  # so that finding 3, with which tokens are counted on a rank, does not differ
+    mask = torch.ones(1, gpt.LENGTH)
+    mask[0, [0, gpt.LENGTH // 4 + 1]] = 0
+    return gpt.batch(index) | {"loss_mask": mask.index_select(1, gpt.own_positions())}
+
+
 def recomputed(fp8=None, **parallel):
     return gpt.config(
         mtp_num_layers=1, fp8=fp8, fp8_recipe="tensorwise", recompute_granularity="full", recompute_method="uniform",
@@ -223,14 +229,14 @@ def recomputed(fp8=None, **parallel):
     )  # fmt: skip
 
 
-mtp_recomputation = among_others(mtp_loss, predicting, config=partial(recomputed, "hybrid"))
-recomputation = among_others(mtp_loss, predicting, config=recomputed)
+recomputation = among_others(mtp_loss, predicting, config=recomputed, batch=as_many_tokens_on_each_rank)
+mtp_recomputation = dataclasses.replace(recomputation, config=partial(recomputed, "hybrid"))
 
 
 # Finding 5: the padding mask is divided over the global group. Its mean over valid tokens is exact in the z-loss.
 def with_z_loss(**parallel):
     config = moe.config(**parallel)
-    config.moe_z_loss_coeff = 1.0
+    config.moe_z_loss_coeff, config.moe_router_enable_expert_bias = 1.0, False
     return config
 
 
@@ -315,10 +321,8 @@ def multimodal(config, pre_process, post_process, vp_stage=None, pg_collection=N
 
 def of_text(model, data):
     inputs = {"input_ids": data["tokens"], "position_ids": data["position_ids"], "labels": data["labels"]}
-    output, _ = model(
-        images=None, attention_mask=None, loss_mask=data["loss_mask"], num_image_tiles=torch.empty(0), **inputs
-    )
-    return output
+    inputs |= {"loss_mask": data["loss_mask"], "num_image_tiles": torch.empty(0, dtype=torch.int)}
+    return model(images=None, attention_mask=None, **inputs)[0]
 
 
 scattered_embeddings = among_others(gallery.with_step(of_text), multimodal)
@@ -427,7 +431,6 @@ FINDINGS = {
     "attention_sinks": ("8", gallery.attention_sinks, "#7530", marked_sinks),
     "counted_on_each_rank": ("9", gallery.counted_on_each_rank, "#7513", tokens_of_the_sequence),
     "masked_routing": ("10", masked_routing, "#7481", counts_before_the_sum),
-    "mla": ("issue 1699", mla.program, "#6839", summed_shared_key),
 }
 """Program -> the number of the finding, the program, the pull request or what else is done, and its change."""
 
@@ -435,6 +438,7 @@ if HAS_HYBRID:
     delta_net = hybrid.hybrid("G-*-", **hybrid.delta_net.config.args[1])
     out_norm = dataclasses.replace(delta_net, model_provider=partial(with_delta_nets, delta_net.model_provider))
     FINDINGS["out_norm"] = ("11", out_norm, "its sum over tp", summed_out_norm)
+FINDINGS["mla"] = ("issue 1699", mla.program, "#6839", summed_shared_key)
 
 
 def differing(program):
