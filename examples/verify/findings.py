@@ -21,7 +21,7 @@ import torch
 
 from parallel_state import cpu
 
-cpu.install(packages=["gpt", "hybrid", "moe", "mla", "gallery"])
+cpu.install()
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gallery  # noqa: E402
