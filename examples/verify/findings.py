@@ -320,6 +320,7 @@ def multimodal(config, pre_process, post_process, vp_stage=None, pg_collection=N
 
 
 def of_text(model, data):
+    unwrap_model(model).encoder_hidden_state = torch.empty(0, 1, 32)  # no images
     inputs = {"input_ids": data["tokens"], "position_ids": data["position_ids"], "labels": data["labels"]}
     inputs |= {"loss_mask": data["loss_mask"], "num_image_tiles": torch.empty(0, dtype=torch.int)}
     return model(images=None, attention_mask=None, **inputs)[0]
