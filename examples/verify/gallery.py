@@ -25,6 +25,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from torch.nn.functional import cross_entropy
 
+from workers.model.local_spec import block_spec
+
 
 def with_step(output, loss=gpt.loss, program=gpt.program, **changes):
     def forward_step(data_iterator, model):
@@ -56,29 +58,27 @@ def smoothed_over_vocabulary(model, data):
 cured_label_smoothing = with_step(smoothed_over_vocabulary)
 
 
+def gpt_model(config, pre_process, post_process, vp_stage=None, spec=None, **arguments):
+    spec = spec or block_spec(config, "local", parallel_state.get_pipeline_model_parallel_rank(), vp_stage)
+    return GPTModel(
+        config, spec, gpt.VOCABULARY, gpt.LENGTH, pre_process=pre_process, post_process=post_process,
+        position_embedding_type="rope", vp_stage=vp_stage, **arguments,
+    )  # fmt: skip
+
+
 # Megatron-LM#7452: logits of the whole vocabulary go into a loss that expects this rank's part.
-def with_gathered_logits(config, pre_process, post_process, vp_stage=None):
-    model = gpt.model_provider(config, pre_process, post_process, vp_stage)
-    if post_process:
-        model.output_layer.gather_output = True
-    return model
+# With one rank, torch does not let the loss overwrite what such a model returns.
+def with_gathered_logits(config, *args):
+    return gpt_model(config, *args, parallel_output=config.tensor_model_parallel_size == 1)
 
 
-def from_logits(model, data):
-    logits = model(data["tokens"], data["position_ids"], None)
-    return vocab_parallel_cross_entropy(logits.clone(), data["labels"])
-
-
-gathered_logits = with_step(from_logits, model_provider=with_gathered_logits)
+gathered_logits = dataclasses.replace(gpt.program, model_provider=with_gathered_logits)
 
 
 # Megatron-LM#7452: the sinks of attention are divided over tp and not marked: the gradient norm leaves some out.
 def with_sinks(config, pre_process, post_process, vp_stage=None):
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    return GPTModel(
-        config, spec, gpt.VOCABULARY, gpt.LENGTH, pre_process=pre_process, post_process=post_process,
-        position_embedding_type="rope", vp_stage=vp_stage,
-    )  # fmt: skip
+    return gpt_model(config, pre_process, post_process, vp_stage, spec)
 
 
 def causal(model, data):

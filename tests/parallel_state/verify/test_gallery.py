@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib.metadata import version
 
 import pytest
@@ -28,6 +29,9 @@ FAULTS = {
 }
 
 of_0_16 = pytest.mark.skipif(not version("megatron-core").startswith("0.16."), reason="0.19 has no such fault")
+since_0_19 = pytest.mark.skipif(
+    version("megatron-core").startswith("0.16."), reason="the program or its change does not fit 0.16"
+)
 PROGRAMS = [pytest.param(name, marks=of_0_16 if name == "sequence_loss" else ()) for name in LAYOUTS]
 
 
@@ -51,11 +55,28 @@ def test_the_cure_of_a_fault_of_megatron_itself_trains_the_same_model(name: str,
     assert [verifier.verify(layout).equal for layout in layouts] == [True] * len(layouts)
 
 
-def test_the_change_of_an_open_request_repairs_what_it_describes() -> None:
+@pytest.mark.parametrize(
+    ("name", "layout", "difference"),
+    [
+        ("gathered_logits", "tp=2", "lm loss"),
+        pytest.param("mtp_recomputation", "tp=2,dp=2", "mtp.layers.0.", marks=since_0_19),
+        ("recomputation", "tp=2,dp=2", "decoder.layers."),
+        pytest.param("scattered_mask", "tp=2,dp=2,sp", "mlp.router.weight", marks=since_0_19),
+        pytest.param("cross_attention", "tp=2,dp=2", "cross_attention.linear_q.weight", marks=since_0_19),
+        pytest.param("scattered_embeddings", "tp=2,dp=2,sp", "lm loss", marks=since_0_19),
+        ("counted_on_each_rank", "cp=2", "gradient"),
+        pytest.param("out_norm", "tp=2", "self_attention.out_norm.weight", marks=since_0_19),
+    ],
+)
+def test_a_finding_differs_and_a_change_repairs_it(name: str, layout: str, difference: str) -> None:
     from examples.verify.findings import FINDINGS
 
-    _, program, _, change = FINDINGS["counted_on_each_rank"]
-    verifier = Verifier(program.smaller(num_layers=1, micro_batches=2), steps=1)
-    assert not verifier.verify("cp=2").equal
-    with change():
-        assert verifier.verify("cp=2").equal
+    _, program, _, change = FINDINGS[name]
+    layers = {} if name == "out_norm" else {"num_layers": 1}  # its pattern has the layers
+    verifier = Verifier(program.smaller(micro_batches=2, **layers), steps=1)
+    verifier.locates = False
+    outcome = verifier.verify(layout)
+    assert outcome.failure is None
+    assert any(difference in f"{found.kind} {found.name}" for found in outcome.differences)
+    with change() if change else contextlib.nullcontext():
+        assert verifier.verify(layout).equal is bool(change)
