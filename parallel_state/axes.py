@@ -19,13 +19,15 @@ RESERVED_NAMES = frozenset((*DENSE_AXES, *EXPERT_AXES, RANK_AXIS, "vpp", "world_
 
 
 class FrozenMap(dict[str, V]):
-    """A dict whose items cannot be set, and that is hashable if its values are."""
+    """A dict that cannot be changed, and that is hashable if its values are."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
-    def __setitem__(self, name: str, value: V) -> NoReturn:
-        raise TypeError(f"this mapping is immutable: {name!r} cannot be set")
+    def _changed(self, *arguments: Any, **items: V) -> NoReturn:
+        raise TypeError(f"{dict(self)} is immutable: change a copy of it, dict(...)")
+
+    __setitem__ = __delitem__ = __ior__ = pop = popitem = setdefault = update = clear = _changed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FrozenMap, (dict(self),)

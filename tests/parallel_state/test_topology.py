@@ -127,6 +127,8 @@ def test_a_topology_is_an_immutable_value_and_a_cache_key(topology: Topology) ->
         topology.world_size = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
         topology.sizes["tp"] = 3  # type: ignore[index]
+    with pytest.raises(TypeError):
+        topology.sizes.pop("tp")  # type: ignore[attr-defined]
 
 
 def test_topologies_of_one_layout_on_other_nodes_or_in_other_orders_differ() -> None:

@@ -151,3 +151,14 @@ def test_a_file_that_was_cut_off_is_rejected(tmp_path: Path) -> None:
         with pytest.raises(DataError) as raised:
             DataProto.load_from_disk(tmp_path / "batch")
         assert raised.value.path == tmp_path / "batch"
+
+
+def test_a_file_with_a_changed_byte_is_rejected(tmp_path: Path) -> None:
+    batch = numbered(100)
+    batch.save_to_disk(tmp_path / "batch")
+    content = bytearray((tmp_path / "batch").read_bytes())
+    content[content.index(next(iter(batch.tensors().values())).numpy().tobytes()) + 9] ^= 1
+    (tmp_path / "batch").write_bytes(content)
+    with pytest.raises(DataError) as raised:
+        DataProto.load_from_disk(tmp_path / "batch")
+    assert raised.value.path == tmp_path / "batch"
