@@ -1,4 +1,4 @@
-"""Processes as their node sees them: whether they run, how they are ended, and why one does not answer."""
+"""Processes as their node sees them: whether they run, how they are ended, and how they have ended."""
 
 from __future__ import annotations
 
@@ -22,15 +22,6 @@ NODE_SECONDS = 15.0
 STATUS_SECONDS = 2.0
 """Time until the parent of a process that has ended has recorded how."""
 
-SAMPLE_SECONDS = 0.5
-"""Time over which the switches of a thread are counted."""
-
-SLOW = "the process runs, in state "
-"""What ``why_silent`` begins with for a process that may answer later."""
-
-SWITCHES = 10
-"""A thread that waits for the interpreter wakes up every 5 ms, 100 times in ``SAMPLE_SECONDS``; an idle one never."""
-
 
 class NodeProcess(NamedTuple):
     """A process of a node.
@@ -38,21 +29,19 @@ class NodeProcess(NamedTuple):
     Attributes:
         pid: process id.
         started: when it started, in clock ticks since the boot: another process may get its id later.
-        queries: id of the thread that answers queries.
         exits: the file in which its parent records its end; None if it has no warm parent.
         namespace: the namespace of process ids that it is in; empty if the system does not say.
     """
 
     pid: int
     started: int
-    queries: int
     exits: str | None
     namespace: str = ""
 
     @classmethod
-    def this(cls, queries: int) -> NodeProcess:
+    def this(cls) -> NodeProcess:
         """Return the calling process."""
-        return cls(os.getpid(), int(_stat(os.getpid())[19]), queries, exits.record_of_this_process(), _namespace())
+        return cls(os.getpid(), int(_stat(os.getpid())[19]), exits.record_of_this_process(), _namespace())
 
     @property
     def state(self) -> str:
@@ -183,30 +172,3 @@ def recorded_status(process: NodeProcess) -> int | None:
             break
         time.sleep(0.01)
     return None
-
-
-def why_silent(process: NodeProcess) -> str:
-    """Return why a process of this node does not answer queries."""
-    state = process.state
-    if not process.runs:
-        return "the process has ended"
-    if state in "Tt":
-        return "the process is stopped: continue it with SIGCONT"
-    before = _switches(process)
-    time.sleep(SAMPLE_SECONDS)
-    waits = _switches(process) - before >= SWITCHES
-    if waits:
-        return "the process is in native code that holds the interpreter"
-    if state == process.state == "D":
-        return "the process waits in the kernel, in state D: for a disk or a network file system"
-    return f"{SLOW}{state}, and does not hold the interpreter: it or its node is slow, or its port cannot be reached"
-
-
-def _switches(process: NodeProcess) -> int:
-    """Return how often the thread that answers queries has given up its processor by itself."""
-    try:
-        status = Path(f"/proc/{process.pid}/task/{process.queries}/status").read_text()
-    except OSError:
-        return 0
-    line = next(line for line in status.splitlines() if line.startswith("voluntary_ctxt_switches"))
-    return int(line.split()[1])

@@ -142,7 +142,7 @@ class WorkerProcess:
             _logs(),
             self._endpoint.address,
             self._reserved.getsockname()[1],
-            NodeProcess.this(self._endpoint.query_thread),
+            NodeProcess.this(),
             None if self._record is None else self._record.descriptor,
             usable_cores(),
             chosen_threads(),

@@ -320,12 +320,12 @@ def test_a_late_call_names_the_ranks_and_shows_their_stacks(start: Start) -> Non
         group.pid()
 
 
-def test_a_rank_that_holds_the_interpreter_is_reported_as_such(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_in_native_code_is_reported_as_such(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "QUERY_SECONDS", 1.0)  # it never answers
     group = start("actor")
     with pytest.raises(CallTimeout) as caught:
         group.hold_the_interpreter_on(1)
-    assert "holds the interpreter" in caught.value.stacks[1]
+    assert "is in native code" in caught.value.stacks[1]
 
 
 def test_a_stopped_rank_is_reported_and_ended_before_its_slot_is_free(
