@@ -454,43 +454,6 @@ class DataProto(OutOfBand):
             raise DataError(f"pad_size is {pad_size}: expected at most the {len(self)} rows", rows=len(self))
         return self.slice(0, len(self) - pad_size)
 
-    def fold_batch_dim(self, new_batch_size: int) -> Self:
-        """Reshape every column ``[rows, ...]`` to ``[new_batch_size, rows // new_batch_size, ...]``, as views.
-
-        Raises:
-            DataError: if ``new_batch_size`` does not divide the rows.
-        """
-        new_batch_size = as_count("new_batch_size", new_batch_size, 1)
-        if len(self) % new_batch_size:
-            text = f"new_batch_size is {new_batch_size} for a batch of {len(self)} rows: expected a divisor of the rows"
-            raise DataError(text, rows=len(self))
-        shape = (new_batch_size, len(self) // new_batch_size)
-        batch = map_columns(
-            self.batch, lambda column: column.view(*shape, *column.shape[1:]), new_batch_size, one_dim=True
-        )
-        arrays = {key: array.reshape(*shape, *array.shape[1:]) for key, array in self.non_tensor_batch.items()}
-        return self.derive(batch, arrays)
-
-    def unfold_batch_dim(self, batch_dims: int = 2) -> Self:
-        """Flatten the first dims of every column: ``[a, b, ...]`` to ``[a * b, ...]``; views if memory allows.
-
-        Args:
-            batch_dims: number of dims to flatten, at least 1; all columns must agree in them.
-
-        Raises:
-            DataError: if the columns do not agree in these dims.
-        """
-        batch_dims = as_count("batch_dims", batch_dims, 1)
-        columns: list[Any] = [*self.non_tensor_batch.values(), *leaf_tensors(self.batch)]
-        leading = [tuple(column.shape[:batch_dims]) for column in columns]
-        if any(len(dims) < batch_dims or dims != leading[0] for dims in leading):
-            text = f"cannot flatten the first {batch_dims} dims of columns {self.column_names()}, which are {leading}"
-            raise DataError(f"{text}: they must be equal", batch_dims=batch_dims, dims=leading)
-        count = int(np.prod(leading[0])) if leading else len(self)
-        batch = map_columns(self.batch, lambda column: column.flatten(0, batch_dims - 1), count, one_dim=True)
-        arrays = {key: array.reshape(count, *array.shape[batch_dims:]) for key, array in self.non_tensor_batch.items()}
-        return self.derive(batch, arrays)
-
     # ---- columns ---------------------------------------------------------------------------------------------------
 
     def select(

@@ -84,22 +84,21 @@ def describe(value: Any, limit: int = 80) -> str:
 # ---- rows of columns -------------------------------------------------------------------------------------------------
 
 
-def map_columns(batch: Any, change: Callable[[Tensor], Any], rows: int, *, one_dim: bool = False) -> TensorDict | None:
+def map_columns(batch: Any, change: Callable[[Tensor], Any], rows: int) -> TensorDict | None:
     """Apply a function to every tensor, also of nested TensorDicts.
 
     Args:
         batch: the columns, or None.
         change: the function.
         rows: the number of rows of the results.
-        one_dim: whether the results share no other batch dims than the rows.
     """
     if batch is None:
         return None
     columns: dict[str, Any] = {}
     for key, column in batch.items():
         is_nested = not isinstance(column, Tensor)
-        columns[key] = map_columns(column, change, rows, one_dim=one_dim) if is_nested else change(column)
-    return make_tensordict(columns, (rows, *(() if one_dim else batch.batch_size[1:])), batch.device)
+        columns[key] = map_columns(column, change, rows) if is_nested else change(column)
+    return make_tensordict(columns, (rows, *batch.batch_size[1:]), batch.device)
 
 
 def leaf_tensors(batch: TensorDict | None) -> Iterable[Any]:

@@ -8,7 +8,7 @@ plan is computed once for each mode and topology.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
-from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS
+from parallel_state.axes import RANK_AXIS
 from parallel_state.describe import runs_text, table_text
 from parallel_state.topology import Topology
 
@@ -191,7 +191,6 @@ class DispatchModes:
         result: ResultRule | None = None,
         arguments: Literal["rows", "entries"] = "rows",
         by: str | Collection[str] | None = None,
-        extra: str | Collection[str] = (),
     ) -> DispatchSpec:
         """Return a mode that splits over ``axes`` and collects from the ranks at ``collect``.
 
@@ -203,11 +202,10 @@ class DispatchModes:
             result: ``concat`` (default with axes), ``list`` (default without axes) or ``value``.
             arguments: ``rows`` splits the rows of DataProtos, ``entries`` takes lists with one entry per shard.
             by: the axes that the results are listed by; ``axes`` by default, or every rank without axes.
-            extra: the user-defined axes that are named; every other name must be that of a Megatron axis.
 
         Raises:
-            DispatchError: an axis, an index or a rule is unknown. An axis that a topology does not have is reported by
-                the call, as TopologyError.
+            DispatchError: an index or a rule is unknown. An axis that a topology does not have is reported by the call,
+                as TopologyError.
 
         Examples:
             >>> Dispatch.over("dp", "cp", collect={"tp": 0, "pp": -1})
@@ -223,7 +221,6 @@ class DispatchModes:
                 collect=collect,
             )
         listed = (by,) if isinstance(by, str) else tuple(by) if by is not None else axes or (RANK,)
-        _reject_unknown(name, [*axes, *selected, *listed], [extra] if isinstance(extra, str) else extra)
         rule: ArgumentRule = arguments if axes else "whole"
         shown: ResultRule = result or ("concat" if axes else "list")
         return DispatchSpec(name, rule, axes, tuple(selected.items()), listed, shown)
@@ -253,22 +250,6 @@ def register_dispatch_mode(
         DispatchError: the name is taken or is not an identifier.
     """
     return Dispatch.register(dispatch_mode_name, mode_of_functions(dispatch_mode_name, dispatch_fn, collect_fn))
-
-
-def _reject_unknown(mode: str, axes: Iterable[object], extra: Collection[str]) -> None:
-    known = (*DENSE_AXES, *EXPERT_AXES, RANK)
-    for axis in axes:
-        if not isinstance(axis, str) or axis in known or axis in extra:
-            continue
-        close = difflib.get_close_matches(axis.lower(), known, n=3, cutoff=0.5)
-        intended = " or ".join(repr(name) for name in known if name in close)
-        hint = f"did you mean {intended}?" if close else f"Megatron has {', '.join(known)}."
-        raise DispatchError(
-            f"mode {mode}: there is no axis {axis!r}; {hint} If the layout declares it "
-            f"(ParallelLayout(..., extra={{{axis!r}: size}})), pass extra=[{axis!r}] to Dispatch.over",
-            mode=mode,
-            axis=axis,
-        )
 
 
 class Execute(Enum):

@@ -23,8 +23,6 @@ WORTH_US, WORTH = 2_000, 0.01
 COMPUTING = ("forward", "backward", "optimizer")
 """The parts of a method that are compared by themselves."""
 NOTHING_SLOW = "no rank is slower than its peers"
-OWN_OF_CONTROLLER = ("plan ", "split ", "send ", "collect ")
-"""The begins of the names of events in which the controller works on a call."""
 
 
 @dataclass(frozen=True)
@@ -194,25 +192,6 @@ def _idle(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[float, float]:
     return 1 - busy / max(1, stages * (end - begin)), (stages - 1) / (forwards + stages - 1)
 
 
-def stage_shares(trace: RunTrace) -> dict[str, float]:
-    """Return the share of each stage in the time of the steps, the longest first, and what the controller needs itself.
-
-    Stages that run at the same time count each. ``controller`` is the time in which no stage runs, and the planning,
-    splitting, sending and collecting of calls in the stages.
-    """
-    took, total = Counter[str](), 0
-    events = (event for lane in trace.controllers for event in lane.events)
-    for step, inside in _by_step(trace, events):
-        total += step.took
-        stages = [event for event in inside if event.name.startswith("stage ")]
-        for event in stages:
-            took[event.name.removeprefix("stage ")] += event.took
-        calls = [event for event in inside if event.name.startswith(OWN_OF_CONTROLLER)]
-        in_stages = [call for call in calls if any(_is_in(call, stage) for stage in stages)]
-        took["controller"] += step.took - _union(stages) + sum(call.took for call in in_stages)
-    return {name: share / total for name, share in took.most_common()}
-
-
 def critical_path(trace: RunTrace) -> dict[str, float]:
     """Return what the steps wait for, from the end of each back to its begin: shares of their time, the longest first.
 
@@ -244,7 +223,6 @@ def summary_lines(trace: RunTrace) -> list[str]:
         return ["the trace has no whole step"]
     seconds = [step.took / 1e6 for step in steps.values()]
     lines = [f"{len(steps)} steps, {min(steps)} to {max(steps)}: median {median(seconds):.3g} s"]
-    lines.append("stages: " + ", ".join(f"{name} {share:.0%}" for name, share in stage_shares(trace).items()))
     path = ", ".join(f"{name} {share:.0%}" for name, share in critical_path(trace).items() if share >= 0.005)
     lines.append(f"critical path: {path}")
     lines += map(str, bubbles(trace))
@@ -268,11 +246,3 @@ def _by_step(trace: RunTrace, events: Iterable[TraceEvent]) -> Iterator[tuple[Tr
         if index >= 0 and event.name != "step" and event.end <= steps[index].end:
             inside[index].append(event)
     return zip(steps, inside, strict=True)
-
-
-def _union(events: Sequence[TraceEvent]) -> int:
-    covered, reached = 0, 0
-    for event in sorted(events, key=lambda event: event.begin):
-        covered += max(0, event.end - max(event.begin, reached))
-        reached = max(reached, event.end)
-    return covered

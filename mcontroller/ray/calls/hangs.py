@@ -138,20 +138,6 @@ def _positions(infos: Sequence[ProcessInfo], ranks: Sequence[int], timeout: floa
     return {rank: answer[0] for rank, answer in zip(ranks, answers, strict=True) if answer is not None}
 
 
-def stopped_ranks(infos: Sequence[ProcessInfo], ranks: Sequence[int], timeout: float) -> list[int]:
-    """Return the ranks whose process is stopped by a signal or a debugger, and cannot go on by itself.
-
-    Args:
-        infos: where the process of every rank runs.
-        ranks: those to ask.
-        timeout: seconds to wait for the answers of the processes. Those that answer are not stopped.
-    """
-    answers = ask([infos[rank].address for rank in ranks], "idle", timeout=timeout)
-    silent = [rank for rank, answer in zip(ranks, answers, strict=True) if answer is None]
-    states = [view.state for view in _read_from_outside([infos[rank] for rank in silent])]
-    return [rank for rank, state in zip(silent, states, strict=True) if state in (_FROZEN["T"], _FROZEN["t"])]
-
-
 def _activity(position: ProcessPosition | None, state: str) -> str:
     if position is None:
         return state or IN_NATIVE_CODE

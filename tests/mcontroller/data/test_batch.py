@@ -180,8 +180,6 @@ def test_rename_keeps_the_order_of_columns_and_returns_the_batch_itself() -> Non
         (lambda batch: batch.padding(1, "middle"), {"padding_candidate": "middle"}),
         (lambda batch: batch.select_idxs([]).padding(1), {"rows": 0}),
         (lambda batch: batch.unpad(6), {"rows": 5}),
-        (lambda batch: batch.fold_batch_dim(2), {"rows": 5}),
-        (lambda batch: batch.unfold_batch_dim(2), {"batch_dims": 2, "dims": [(5,), (5,)]}),
         (lambda batch: batch.make_iterator(0, 1), {"mini_batch_size": 0}),
         (lambda batch: batch.union(numbered(4)), {"rows": (5, 4)}),
         (lambda batch: pad_dataproto_to_divisor(batch, 0), {"size_divisor": 0}),

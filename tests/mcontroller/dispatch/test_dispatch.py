@@ -98,7 +98,7 @@ def test_an_axis_that_is_not_named_is_collected_at_its_lowest_index() -> None:
     made = plan(Dispatch.MEGATRON_COMPUTE_PROTO, topology)
     assert made.shards == (0, 1, 2, 3, 0, 1, 2, 3)
     assert made.collected == (0, 1, 2, 3)
-    assert plan(Dispatch.over("island", "dp", extra=["island"]), topology).shards == tuple(range(8))
+    assert plan(Dispatch.over("island", "dp"), topology).shards == tuple(range(8))
     backwards = permuted(topology, range(7, -1, -1))
     assert plan(Dispatch.MEGATRON_COMPUTE_PROTO, backwards).collected == (7, 6, 5, 4)
 
@@ -135,7 +135,7 @@ def test_rank_zero_cannot_be_asked_of_another_rank() -> None:
 
 def test_an_axis_that_the_topology_does_not_have_is_rejected_with_those_it_has() -> None:
     with pytest.raises(TopologyError) as raised:
-        plan(Dispatch.over("island", extra=["island"]), TP2_PP2_DP2)
+        plan(Dispatch.over("island"), TP2_PP2_DP2)
     assert raised.value.axis == "island" and {"tp", "dp", "ep"} < {*raised.value.axes}
     with pytest.raises(TopologyError) as raised:
         plan(Dispatch.MEGATRON_COMPUTE_PROTO, Topology.flat(4))

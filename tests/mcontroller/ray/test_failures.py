@@ -4,7 +4,6 @@ import gc
 import itertools
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -200,17 +199,6 @@ def test_a_call_interrupted_while_it_is_sent_ends_the_group_and_all_waits(
     with pytest.raises(GroupBroken) as caught:
         group.pid()
     assert "1 of 2 ranks" in str(caught.value.first_cause)
-
-
-def test_shutdown_does_not_wait_for_a_stopped_process(pool: RayResourcePool, start: Start) -> None:
-    group = start("actor")
-    pids = group.pid()
-    os.kill(pids[1], signal.SIGSTOP)
-    began = time.monotonic()
-    with pytest.raises(CallTimeout) as caught:
-        group.shutdown()
-    assert caught.value.ranks == (1,) and time.monotonic() - began < 60
-    assert not any(map(runs, pids)) and pool.holders == []
 
 
 def test_an_end_that_is_interrupted_is_completed_by_the_next(

@@ -24,9 +24,9 @@ CALL = "all_reduce(float32[3], op=SUM), call 0 on group TENSOR_MODEL_PARALLEL_GR
 
 
 @contextmanager
-def pairs(record: bool = True, report_after: float | None = None) -> Iterator[RayWorkerGroup]:
+def pairs(report_after: float | None = None) -> Iterator[RayWorkerGroup]:
     options = ChannelOptions(report_after=report_after)
-    with RayResourcePool([4], use_gpu=False, name_prefix="pairs", record_collectives=record, channel=options) as pool:
+    with RayResourcePool([4], use_gpu=False, name_prefix="pairs", channel=options) as pool:
         topology = Topology.from_layout(LAYOUT)
         with RayWorkerGroup(pool, RayClassWithInitArgs(Pairs), name_prefix="pairs", topology=topology) as group:
             yield group
@@ -117,10 +117,3 @@ def test_a_stopped_rank_is_the_cause_and_its_record_is_read_from_outside(
     assert error.cause == "rank 1 (tp=1 dp=0) is stopped by a signal, and rank 0 waits for it"
     assert "broadcast(float32[2, 2], root=1), call 1 on group TENSOR_MODEL_PARALLEL_GROUP [0, 1]" in error.report
     assert "its last on this group: all_reduce, call 0, at " in error.report
-
-
-def test_without_the_option_a_timeout_has_the_stacks_alone(ray_cluster: None) -> None:
-    with pairs(record=False) as group:
-        error = timeout_of(group.skip_on.options(timeout=1))
-    assert (error.cause, error.report) == ("", "")
-    assert "in skip_on" in error.stacks[0]
