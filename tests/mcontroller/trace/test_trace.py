@@ -21,7 +21,7 @@ from mcontroller.errors import DataError
 from mcontroller.trace.perfetto import write_perfetto
 from mcontroller.trace.reading import RunTrace, read_trace
 from mcontroller.trace.recorder import FOLDER, TraceRecorder
-from mcontroller.trace.summary import bubbles, critical_path, stragglers, summary_lines
+from mcontroller.trace.summary import critical_path, stragglers, summary_lines
 
 MS = 1_000_000
 CALLS, MICRO_BATCHES = 20, 4
@@ -98,13 +98,6 @@ def test_a_rank_that_is_slower_in_backward_is_named_and_nothing_else(trace: RunT
     )  # of its time without waiting, which is 70% of the whole
     write(tmp_path / "equal", 0.0)
     assert stragglers(read_trace(tmp_path / "equal")) == []
-
-
-def test_the_bubble_of_equal_stages_is_the_one_on_paper(tmp_path: Path) -> None:
-    write(tmp_path, 0.0)
-    [bubble] = bubbles(read_trace(tmp_path))
-    assert (bubble.work, bubble.passes) == (METHOD, 4 * CALLS)
-    assert bubble.measured == pytest.approx(bubble.on_paper) == pytest.approx(1 / 5)
 
 
 def test_the_critical_path_has_its_share_of_the_steps(trace: RunTrace) -> None:
