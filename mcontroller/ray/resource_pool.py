@@ -34,24 +34,18 @@ class ResourcePool:
     """
 
     def __init__(self, process_on_nodes: Iterable[int] | None = None, max_colocate_count: int = 1) -> None:
-        if not isinstance(process_on_nodes, Iterable | None) or isinstance(process_on_nodes, str):
+        is_list = isinstance(process_on_nodes, Iterable) and not isinstance(process_on_nodes, str)
+        counts = list(process_on_nodes) if is_list else []  # type: ignore[arg-type]  # an iterable then
+        valid = all(map(is_count, (*counts, max_colocate_count)))
+        if not valid or not (counts or process_on_nodes is None):
             raise ResourceError(
-                f"process_on_nodes is {process_on_nodes!r}; expected a list with the number of processes on each node: "
-                f"{type(self).__name__}([{process_on_nodes}])",
+                f"process_on_nodes={process_on_nodes!r}, max_colocate_count={max_colocate_count!r}: expected a list "
+                f"with the number of processes on each node, at least 1, as {type(self).__name__}([8, 8])",
                 process_on_nodes=process_on_nodes,
-            )
-        self._store = list(process_on_nodes or [])
-        self.max_colocate_count = max_colocate_count
-        if not all(map(is_count, (*self._store, max_colocate_count))):
-            raise ResourceError(
-                f"process_on_nodes={self._store}, max_colocate_count={max_colocate_count!r}: every count must be a "
-                "positive integer",
-                process_on_nodes=self._store,
                 max_colocate_count=max_colocate_count,
             )
-        if process_on_nodes is not None and not self._store:
-            text = "process_on_nodes is empty; expected the number of processes on each node, at least one"
-            raise ResourceError(text, process_on_nodes=self._store)
+        self._store = counts
+        self.max_colocate_count = max_colocate_count
 
     @property
     def world_size(self) -> int:
