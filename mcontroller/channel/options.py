@@ -36,10 +36,6 @@ class ChannelOptions:
     It is logged once, and again when the ranks wait for something else. If none waits in a collective, the stacks of
     the late ranks are logged if they are the same after twice as long again."""
 
-    fail_stuck: bool = False
-    """Fail such a call, as after a deadline, if its ranks still wait for the same twice as long after the report, or
-    after ten times ``report_after`` in any case."""
-
     def __post_init__(self) -> None:
         ports = self.ports
         if ports is not None and not (_is_pair_of_counts(ports) and ports[0] < ports[1] - 1 < 65535):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import replace
 from typing import Any, Self
 
 from mcontroller.dispatch.registration import check_timeout
@@ -154,8 +153,8 @@ class RayWorkerGroup(WorkerGroup[W_co]):
 
     def fail_stuck_calls(self, seconds: float) -> None:
         """Report calls that run for so many seconds from now on, and fail those whose ranks wait for each other."""
-        handles = self._processes.handles
-        handles.options = replace(handles.options, report_after=seconds, fail_stuck=True)
+        supervision = self._processes.supervision
+        supervision.report_after, supervision.fail_stuck = seconds, True
 
     # ---- several roles in one process ------------------------------------------------------------------------------
 

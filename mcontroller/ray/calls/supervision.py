@@ -226,6 +226,9 @@ class Supervision:
 
     Attributes:
         coordinates: index on each axis, by role and rank, as far as known.
+        report_after: ``ChannelOptions.report_after``, which a program may change between calls.
+        fail_stuck: whether such a call fails, as after a deadline, if its ranks still wait for the same twice as long
+            after the report, or after ``FAIL_LOOKS`` times ``report_after`` in any case.
         calls: the calls in flight, by number.
         keeping: calls whose values the processes keep, as long as the calls exist.
         failures: the call, the rank and the error of each failure whose cause is looked for.
@@ -235,6 +238,7 @@ class Supervision:
     def __init__(self, name: str, handles: ProcessHandles, hub: Hub, *, detached: bool) -> None:
         self.name, self.handles, self.hub, self.detached = name, handles, hub, detached
         self.coordinates: dict[str, Sequence[Mapping[str, int]]] = {}
+        self.report_after, self.fail_stuck = handles.options.report_after, False
         self.calls: dict[int, SentCall] = {}
         self.keeping: weakref.WeakSet[Any] = weakref.WeakSet()
         self.failures: list[tuple[SentCall | None, int, BaseException]] = []
@@ -588,7 +592,7 @@ class _LateCall:
     """Logs who waits for whom in a call that has had no answer for long: once, and again when it is another wait.
 
     A wait is logged if two looks find the same: ranks of a call that makes progress wait too, but not for long. If they
-    wait for the same much later, and ``options.fail_stuck``, the deadline of the call is now. If no rank waits for
+    wait for the same much later, and ``Supervision.fail_stuck``, the deadline of the call is now. If no rank waits for
     another, their stacks are logged if two looks, of which the second is much later, find the same.
     """
 
@@ -597,20 +601,21 @@ class _LateCall:
 
     def look(self, call: SentCall) -> bool:
         """Look at the oldest call in flight, if it is time to; return whether it is to fail because it is stuck."""
-        handles, coordinates = call.supervision.handles, call.supervision.coordinates.get(call.role, ())
+        supervision = call.supervision
+        coordinates = supervision.coordinates.get(call.role, ())
         if call.number != self._number:
             self._number, self._looked, self._looks = call.number, call.started, 0
             self._waits = self._reported = self._stacks = ""
-        now, left, every = time.monotonic(), call.remaining(), handles.options.report_after
+        now, left, every = time.monotonic(), call.remaining(), supervision.report_after
         if every is None or (left is not None and left < 2 * QUERY_SECONDS):  # then the deadline reports it
             return False
         is_new = self._waits not in ("", self._reported)
         due = self._looked + (AGAIN_SECONDS if is_new else every * 2**self._looks)
-        if now < (min(due, call.started + FAIL_LOOKS * every) if handles.options.fail_stuck else due):
+        if now < (min(due, call.started + FAIL_LOOKS * every) if supervision.fail_stuck else due):
             return False
         self._looks += not is_new  # a look takes seconds if a rank holds the interpreter: ever fewer of a long call
         late = sorted(call.pending)
-        hang = look_at_ranks(handles.infos, coordinates, call.ranks, late, QUERY_SECONDS)
+        hang = look_at_ranks(supervision.handles.infos, coordinates, call.ranks, late, QUERY_SECONDS)
         self._looked = time.monotonic()
         stuck = hang.report != "" and hang.report == self._reported  # since a look at least twice ``every`` ago
         stacks = "" if hang.report else "\n".join(hang.stacks.values())
@@ -620,4 +625,4 @@ class _LateCall:
             who = f"{call.role}.{call.method} has no answer from {len(late)} of {len(call.ranks)} ranks"
             _logger.warning("%s after %.0f s: %s\n\n%s", who, now - call.started, hang.cause, found)
         self._waits, self._stacks = hang.report, stacks
-        return handles.options.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every)
+        return supervision.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every)

@@ -55,12 +55,12 @@ def test_a_stuck_call_is_reported_once_and_fails_without_a_deadline(
 ) -> None:
     monkeypatch.setattr(supervision, "AGAIN_SECONDS", 0.2)
     with pairs(report_after=60.0) as group:
-        stages, handles = Stages(patience=0.5, factor=3.0), group.executor.processes.handles
+        stages, supervised = Stages(patience=0.5, factor=3.0), group.executor.processes.supervision
         stages.ran("other", 0.0, 9.0)
         for seconds, expected in ((0.1, 0.5), (0.3, 0.9)):
             stages.ran("skip", 0.0, seconds)
             stages.prepare("skip", group.skip_on)
-            assert handles.options.report_after == pytest.approx(expected)
+            assert supervised.report_after == pytest.approx(expected)
         error = timeout_of(group.skip_on)
         assert error.cause == "rank 1 (tp=1 dp=0) has ended, and rank 0 waits for it"
         [record] = caplog.records
