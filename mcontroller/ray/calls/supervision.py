@@ -6,8 +6,8 @@ cause: WorkerDied with the exit status and the last lines of the log of a rank t
 CallTimeout or ConnectionLost. Later calls raise GroupBroken with this cause, until ``restart`` starts other processes.
 
 One thread watches the group, whether a call waits or not, and finds the first cause; the threads of the program only
-wait for answers. It sleeps until something happens: a process that this one can see ends, a task on another node or Ray
-reports the end of one, or a connection is lost. Once a second it looks whether a call is late, and what its ranks do.
+wait for answers. It sleeps until something happens: a process that this one can see ends, Ray reports the end of one, or
+a connection is lost. Once a second it looks whether a call is late, and what its ranks do.
 
 The states of a group are in ``process_handles``; those of a call and of a connection, and what follows them:
 
@@ -369,7 +369,7 @@ class Supervision:
             self.hub.close()
             return None
         soon = self._connections or any(call.rejections for call in tuple(self.calls.values()))
-        return LOST_SECONDS if soon else float("inf"), self.hub.events_descriptor
+        return LOST_SECONDS if soon else IDLE_SECONDS, self.hub.events_descriptor
 
     def _look_for_failures(self) -> None:
         self.hub.wait(lambda: True, 0)  # receive what has arrived
@@ -581,7 +581,7 @@ def _watch(group: weakref.ref[Supervision], wake: _Wake, processes: Sequence[int
             poll = select.poll()
             for descriptor in (wake.descriptor, connections, *processes):
                 poll.register(descriptor, select.POLLIN)
-            poll.poll(min(seconds, IDLE_SECONDS) * 1e3)
+            poll.poll(seconds * 1e3)
             wake.clear()
     finally:
         for descriptor in processes:
