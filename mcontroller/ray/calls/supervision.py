@@ -6,8 +6,8 @@ cause: WorkerDied with the exit status and the last lines of the log of a rank t
 CallTimeout or ConnectionLost. Later calls raise GroupBroken with this cause, until ``restart`` starts other processes.
 
 One thread watches the group, whether a call waits or not, and finds the first cause; the threads of the program only
-wait for answers. It sleeps until something happens: a process that this one can see ends, Ray reports the end of one, or
-a connection is lost. Once a second it looks whether a call is late, and what its ranks do.
+wait for answers. It sleeps until something happens: a process that this one can see ends, Ray reports the end of one,
+or a connection is lost. Once a second it looks whether a call is late, and what its ranks do.
 
 The states of a group are in ``process_handles``; those of a call and of a connection, and what follows them:
 
