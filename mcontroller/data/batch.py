@@ -180,7 +180,7 @@ class DataProto(OutOfBand):
                 num_batch_dims=num_batch_dims,
             )
         batch = make_batch(tensors, num_batch_dims) if tensors else None
-        arrays = {key: as_array(value, f"non_tensors[{key!r}]") for key, value in (non_tensors or {}).items()}
+        arrays = {key: as_array(value, key) for key, value in (non_tensors or {}).items()}
         info = copy_meta(dict(meta_info or {}))
         if auto_padding:
             info[DataProtoConfig.auto_padding_key] = True
@@ -202,13 +202,6 @@ class DataProto(OutOfBand):
         """
         tensors = {key: value for key, value in data.items() if isinstance(value, Tensor) or is_tensordict(value)}
         others = {key: value for key, value in data.items() if key not in tensors}
-        for key, value in others.items():
-            if not isinstance(value, np.ndarray | list | tuple):
-                raise DataError(
-                    f"column {key!r} is {type(value).__name__}: expected a tensor, a numpy array or a list; pass one "
-                    f"value for the whole batch as meta_info={{{key!r}: ...}}",
-                    column=key,
-                )
         return cls.from_dict(tensors=tensors, non_tensors=others, meta_info=meta_info, auto_padding=auto_padding)
 
     @classmethod
