@@ -196,10 +196,10 @@ def start_light(processes: list[LightProcess], ranks: int) -> list[Address]:
 
 
 def light_group(addresses: list[Address]) -> WorkerGroup[Any]:
-    process = NodeProcess(0, 0, 0, None)
+    process = NodeProcess(0, 0, None)
     node = ray.get_runtime_context().get_node_id()
     infos = [ProcessInfo("127.0.0.1", node, 0, (), address, 0, process) for address in addresses]
-    handles = ProcessHandles(lambda: None, ChannelOptions(watch_every=None), infos=infos)  # they answer no queries
+    handles = ProcessHandles(lambda: None, ChannelOptions(), infos=infos)
     topology = Topology.from_layout(ParallelLayout(len(addresses)))
     return WorkerGroup(Nothing, RayExecutor(GroupProcesses("light", handles), "light"), "light", topology=topology)
 

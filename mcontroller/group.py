@@ -6,7 +6,7 @@ A call of a registered method is ``GroupMethod.__call__``, from top to bottom: p
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
@@ -45,7 +45,6 @@ class CallOptions(TypedDict, total=False):
     balance: str | None
     group_by: str | None
     within: str | None
-    ranks: Collection[int] | None
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,11 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         group: the group that is called.
         name: the name of the method.
         registration: how the method is registered.
-        ranks: the ranks that a call is restricted to; None for all.
     """
 
     group: WorkerGroup[Any]
     name: str
     registration: Registration
-    ranks: tuple[int, ...] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result_co:
         """Run the method on the group: plan, dispatch, execute, collect.
@@ -100,7 +97,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         """Return the plan of a call: which rank gets which shard, and which ranks return.
 
         Raises:
-            DispatchError: the method is not callable through a group, or the mode does not fit ``ranks``.
+            DispatchError: the method is not callable through a group.
             TopologyError: the mode names an axis that the group's topology does not have.
         """
         spec = self.registration.dispatch_mode
@@ -108,7 +105,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
             spec = Dispatch.RANK_ZERO
         topology = self.group.topology_for(spec)
         try:
-            return plan(spec, topology, self.ranks)
+            return plan(spec, topology)
         except (DispatchError, TopologyError) as error:
             call = {"role": self.group.name, "method": self.name, "mode": spec.name}
             raise type(error)(f"{self.group.name}.{self.name} ({spec}): {error}", **{**error.fields, **call}) from error
@@ -146,7 +143,6 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         group_by: str | None = _UNSET,
         within: str | None = _UNSET,
         blocking: bool = _UNSET,
-        ranks: Collection[int] | None = _UNSET,
     ) -> GroupMethod[P, Any, Any]:
         """Return this method with other settings than those it is registered with.
 
@@ -157,7 +153,6 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
             group_by: the column whose equal labels stay in one shard; see ``RowRule``.
             within: the column whose equal labels are balanced by themselves; see ``RowRule``.
             blocking: whether a call waits for its result (True) or returns a future at once (False).
-            ranks: run on these ranks only; None for all.
 
         Raises:
             DispatchError: a value is not of the expected kind.
@@ -169,8 +164,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         """
         rows = _changed(self.registration.rows, padding=padding, balance=balance, group_by=group_by, within=within)
         registration = _changed(self.registration, timeout=timeout, blocking=blocking, rows=rows)
-        chosen = self.ranks if ranks is _UNSET else ranks
-        return replace(self, registration=registration, ranks=None if chosen is None else tuple(chosen))
+        return replace(self, registration=registration)
 
 
 _OTHER_NAMES = {"name_prefix": "name"} | {f"{axis}_size": f'topology.size("{axis}")' for axis in DENSE_AXES}

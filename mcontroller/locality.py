@@ -6,37 +6,29 @@ network, which is many times slower. Data and pipeline parallelism send less, an
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from mcontroller.errors import ConfigError
 from parallel_state.describe import runs_text
 from parallel_state.topology import Topology
 
-logger = logging.getLogger(__name__)
-
 LOCAL_AXES = ("tp", "cp", "ep", "etp")
 """The axes whose collectives run in every layer."""
 
 
-def crossing_groups(topology: Topology, allowed: Collection[str] = ()) -> dict[str, list[tuple[int, ...]]]:
+def crossing_groups(topology: Topology) -> dict[str, list[tuple[int, ...]]]:
     """Return the groups of ``LOCAL_AXES`` that span nodes, by axis; the ranks of each are in the order of the axis.
 
     Without an expert-parallel axis, etp is the same as tp and is left out. A topology without nodes has no such groups.
 
     Args:
         topology: the coordinates of the ranks, with their nodes.
-        allowed: axes that may cross nodes.
-
-    Raises:
-        ConfigError: ``allowed`` has a name that is not one of ``LOCAL_AXES``.
     """
-    check_axes(allowed)
     nodes = topology.nodes
     if nodes is None:
         return {}
-    axes = [axis for axis in LOCAL_AXES if axis in topology.sizes and axis not in allowed]
+    axes = [axis for axis in LOCAL_AXES if axis in topology.sizes]
     if topology.sizes.get("ep", 1) == 1:
         axes = [axis for axis in axes if axis != "etp" or topology.sizes["etp"] != topology.sizes["tp"]]
     crossing = {
@@ -45,9 +37,9 @@ def crossing_groups(topology: Topology, allowed: Collection[str] = ()) -> dict[s
     return {axis: groups for axis, groups in crossing.items() if groups}
 
 
-def locality_lines(topology: Topology, allowed: Collection[str] = ()) -> list[str]:
-    """Return a sentence for each axis with ``crossing_groups``, with what to change; the arguments are the same."""
-    crossing = crossing_groups(topology, allowed)
+def locality_lines(topology: Topology) -> list[str]:
+    """Return a sentence for each axis with ``crossing_groups``, with what to change."""
+    crossing = crossing_groups(topology)
     return [_crossing_text(topology, topology.nodes or (), axis, groups) for axis, groups in crossing.items()]
 
 
@@ -61,23 +53,6 @@ def _crossing_text(topology: Topology, nodes: Sequence[str], axis: str, groups: 
     )
     first = f"such as ranks {runs_text(groups[0])} on {on}"
     return f"axis {axis} crosses nodes in {len(groups)} of {topology.world_size // size} groups, {first}; {fix}"
-
-
-def log_findings(lines: Sequence[str], group: str) -> None:
-    """Log one warning with the ``locality_lines`` of a group; nothing if there are none."""
-    if lines:
-        accept = "Pass axes_across_nodes to the group, or set trainer.axes_across_nodes, to accept an axis"
-        logger.warning("group %s: %s. %s", group, ". ".join(lines), accept)
-
-
-def check_axes(allowed: Collection[str], key: str = "axes_across_nodes") -> None:
-    """Raise ConfigError, which names ``key``, unless these are ``LOCAL_AXES``."""
-    if isinstance(allowed, str) or any(axis not in LOCAL_AXES for axis in allowed):
-        raise ConfigError(
-            f"{key} is {allowed!r}; expected a list with any of {', '.join(LOCAL_AXES)}",
-            key=key,
-            value=allowed,
-        )
 
 
 def nodes_of(world_size: int, ranks_per_node: int) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from mcontroller.balance import balance
 from mcontroller.errors import DataError
@@ -265,14 +265,12 @@ def split_rows(
             labels of the first of them.
 
     Raises:
-        DataError: if ``padding`` is unknown, ``n`` or ``k`` is out of range, the numbers of rows, lengths and labels
+        DataError: if ``n`` or ``k`` is out of range, the numbers of rows, lengths and labels
             differ, or ``n`` is not a multiple of ``together``.
     """
     if together != 1:
         return _together(n, k, together, padding, lengths, groups, within)
     padding = "spread" if padding is None else padding
-    if padding not in get_args(Padding):
-        raise DataError(f"padding is {padding!r}: expected one of {', '.join(get_args(Padding))}", padding=padding)
     if lengths is not None and len(lengths) != n:
         raise DataError(f"{len(lengths)} lengths for {n} rows: expected one per row", lengths=len(lengths), rows=n)
     if lengths is not None or groups is not None or within is not None:

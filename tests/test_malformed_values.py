@@ -71,8 +71,6 @@ OPERATIONS = {
     "repeat": lambda batch, number, names, other: batch.repeat(number),
     "padding": lambda batch, number, names, other: batch.padding(number, other),
     "unpad": lambda batch, number, names, other: batch.unpad(number),
-    "fold_batch_dim": lambda batch, number, names, other: batch.fold_batch_dim(number),
-    "unfold_batch_dim": lambda batch, number, names, other: batch.unfold_batch_dim(number),
     "make_iterator": lambda batch, number, names, other: batch.make_iterator(number, other),
     "select": lambda batch, number, names, other: batch.select(names, other),
     "pop": lambda batch, number, names, other: batch.pop(names, other),

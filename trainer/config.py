@@ -9,7 +9,6 @@ from typing import Any
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
 from mcontroller.config.fields import check_unused, strict_fields, unknown_field
 from mcontroller.errors import ConfigError
-from mcontroller.locality import check_axes
 from trainer.estimators.built_in import (
     GAEOptions,
     GPGOptions,
@@ -476,12 +475,9 @@ class TrainerConfig:
     """Have `mcontroller train` record what every process does in the run's directory, for `mcontroller trace`."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Windows of profilers."""
-    axes_across_nodes: tuple[str, ...] = ()
-    """Axes (tp, cp, ep, etp) that may cross nodes without a warning when a group starts."""
 
     def __post_init__(self) -> None:
         check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)
-        check_axes(self.axes_across_nodes, "trainer.axes_across_nodes")
         check_above("trainer.weight_timeout", self.weight_timeout, 0.0)
         check_at_least("trainer.max_staleness", self.max_staleness, 0)
         if self.asynchronous.replay is not None and self.max_staleness < 1:

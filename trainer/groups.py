@@ -121,11 +121,9 @@ class RunGroups:
 
     def _start_group(self, worker: GroupSpec) -> WorkerGroup:
         pool = self._pools.get_resource_pool(worker.role)
-        axes = self._options.axes_across_nodes
-        options: dict[str, Any] = {"axes_across_nodes": axes} if axes else {}  # a custom class needs none
         with self._stages("start"):
             self._starting(f"starting {worker.name}: {worker.init.cls.__name__}")
-            group = self._group_cls(pool, worker.init, name_prefix=worker.name, **options)
+            group = self._group_cls(pool, worker.init, name_prefix=worker.name)
             self._stages.devices.add(group, pool)
         self.by_name[worker.name] = group
         return group

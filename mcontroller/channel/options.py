@@ -36,26 +36,6 @@ class ChannelOptions:
     It is logged once, and again when the ranks wait for something else. If none waits in a collective, the stacks of
     the late ranks are logged if they are the same after twice as long again."""
 
-    fail_stuck: bool = False
-    """Fail such a call, as after a deadline, if its ranks still wait for the same twice as long after the report, or
-    after ten times ``report_after`` in any case."""
-
-    watch_every: float | None = 1.0
-    """[s] Time between two questions to every process whether it answers; None: do not ask.
-
-    At least 2 ms for each rank of the group, so that the questions take a bounded part of the controller's time."""
-
-    frozen_after: float = 2.0
-    """[s] Log a process that has not answered for so long, if it is stopped by a signal.
-
-    One that is in native code that holds the interpreter, or in a wait of the kernel, may go on by itself: it is logged
-    after ``report_after``. One that is only slow is not logged."""
-
-    end_frozen_after: float | None = None
-    """[s] End the group of a process that has been frozen in one of these ways for so long; None: never.
-
-    Choose more than the longest native call of your workers, such as loading a model."""
-
     def __post_init__(self) -> None:
         ports = self.ports
         if ports is not None and not (_is_pair_of_counts(ports) and ports[0] < ports[1] - 1 < 65535):
@@ -64,14 +44,13 @@ class ChannelOptions:
                 key="ports",
                 value=self.ports,
             )
-        for key in ("report_after", "watch_every", "frozen_after", "end_frozen_after"):
-            seconds = getattr(self, key)
-            positive = isinstance(seconds, int | float) and seconds > 0
-            if not (positive or (seconds is None and key != "frozen_after")):
-                or_none = "" if key == "frozen_after" else ", or None"
-                raise ConfigError(
-                    f"{key} is {seconds!r}; expected a number of seconds above 0{or_none}", key=key, value=seconds
-                )
+        seconds = self.report_after
+        if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+            raise ConfigError(
+                f"report_after is {seconds!r}; expected a number of seconds above 0, or None",
+                key="report_after",
+                value=seconds,
+            )
 
 
 def _is_pair_of_counts(ports: Any) -> bool:

@@ -53,7 +53,6 @@ class QueryServer:
 
     Attributes:
         address: the address of this process, once ``start`` was called.
-        thread: the operating system's id of the thread.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class QueryServer:
         self._replies: SimpleQueue[tuple[bytes, bytes, Sequence[Any]]] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self.address: Address
-        self.thread = 0
 
     def listen(self, kind: str) -> tuple[zmq.Socket[Any], int]:
         """Return a socket that listens, and its port.
@@ -114,9 +112,7 @@ class QueryServer:
             os.path.basename(self._path),
             boot_id() if self._path else "",
         )
-        thread = threading.Thread(target=self._serve, name="channel queries", daemon=True)
-        thread.start()
-        self.thread = thread.native_id or 0
+        threading.Thread(target=self._serve, name="channel queries", daemon=True).start()
 
     def _serve(self) -> None:
         poller = zmq.Poller()

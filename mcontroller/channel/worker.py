@@ -66,7 +66,6 @@ class Endpoint:
 
     Attributes:
         address: where controllers connect to.
-        query_thread: the operating system's id of the thread that answers queries.
 
     Raises:
         OSError: no port is free.
@@ -90,14 +89,13 @@ class Endpoint:
         queries_of_channel: dict[str, Callable[..., None]] = {
             "prepare": lambda reply, *call: reply(self.cancellation.prepare(*call)),
             "commit": self._commit,
-            "ping": lambda reply: reply(None),
             "place": lambda reply, *call: reply(order.assign(*call)),
         }
         server = QueryServer(host, keys, ports, folder)
         self._calls, call_port = server.listen("calls")
         self._calls.router_mandatory = True  # sending to a controller that is not connected raises
         server.start({**queries_of_channel, **queries}, call_port)
-        self.address, self.query_thread = server.address, server.thread
+        self.address = server.address
 
     def receive(self) -> Received:
         """Wait for the next call in order and return it. Called by the main thread."""

@@ -14,23 +14,30 @@ from __future__ import annotations
 import argparse
 import builtins
 import inspect
+import re
 import sys
-import types
 import typing
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mcontroller.config.imports import import_class
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Execute
 from mcontroller.dispatch.registration import Registration, registrations, written_parameters
 from mcontroller.group import ANSWERED, Future_co, GroupMethod
+from mcontroller.transport import Future
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 MEGATRON_GROUP = "mcontroller:MegatronRayWorkerGroup"
 PLAIN_GROUP = "mcontroller:RayWorkerGroup"
+
+_MODULE = re.compile(r"\b([a-z_]\w*(?:\.[a-z_]\w*)*)\.[A-Za-z_]\w*")
+"""A module, before a name in it."""
+_LITERAL = re.compile(r"'[^']*'")
+_TYPE_VARIABLE = re.compile(r"[~+-]\w+")
 
 
 def group_method(
@@ -77,31 +84,30 @@ def typed_group(worker_cls: type, group: str | None = None) -> str:
     """
     default = MEGATRON_GROUP if hasattr(worker_cls, "get_megatron_rank_info") else PLAIN_GROUP
     base = import_class(group or default, "group")
-    names = _Names(base, worker_cls)
-    head = f"class {worker_cls.__name__}Group({names.of(base)}[{names.of(worker_cls)}]):"
     methods = [
-        _method(worker_cls, name, registration, names)
+        _method(worker_cls, name, registration)
         for name, registration in registrations(worker_cls).items()
         if not registration.dispatch_mode.in_worker_only and name not in ANSWERED
     ]
-    checked = names.checked_imports()
+    signatures = _LITERAL.sub("", "\n".join(line for method in methods for line in method.splitlines()[1:3]))
+    of_worker, of_group = f"{worker_cls.__module__}.{worker_cls.__qualname__}", f"{base.__module__}.{base.__qualname__}"
     return "\n".join(
         [
-            f'"""The group of {worker_cls.__module__}.{worker_cls.__qualname__}, typed. Written by',
+            f'"""The group of {of_worker}, typed. Written by',
             f'``python -m mcontroller stubs {worker_cls.__module__}:{worker_cls.__qualname__}``; do not edit."""',
             "",
             "from __future__ import annotations",
             "",
             "from typing import TYPE_CHECKING",
             "",
-            f"from {base.__module__} import {base.__qualname__}",
-            f"from {worker_cls.__module__} import {worker_cls.__qualname__}",
+            *(f"import {module}" for module in sorted({base.__module__, worker_cls.__module__})),
             "",
             "if TYPE_CHECKING:",
-            *(f"    {line}" for line in checked),
+            *(f"    import {module}" for module in sorted({*_MODULE.findall(signatures)})),
+            f"    from {__name__} import group_method",
             "",
             "",
-            head,
+            f"class {worker_cls.__name__}Group({of_group}[{of_worker}]):",
             f'    """A {base.__name__} of {worker_cls.__name__}; type checkers know its methods."""',
             "",
             "    if TYPE_CHECKING:",
@@ -111,51 +117,18 @@ def typed_group(worker_cls: type, group: str | None = None) -> str:
     )
 
 
-class _Names:
-    """The names that generated code uses, and the modules that they are imported from."""
-
-    def __init__(self, *imported: type) -> None:
-        self._imported = {(cls.__module__, cls.__qualname__) for cls in imported}
-        self._imports: dict[str, set[str]] = {}
-        self.add("mcontroller.cli.stubs", "group_method")
-
-    def add(self, module: str, name: str) -> str:
-        if (module, name) not in self._imported:
-            self._imports.setdefault(module, set()).add(name)
-        return name
-
-    def checked_imports(self) -> list[str]:
-        return [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(self._imports.items())]
-
-    def of(self, cls: type) -> str:
-        if cls.__module__ == builtins.__name__:
-            return cls.__qualname__
-        self.add(cls.__module__, cls.__qualname__.partition(".")[0])
-        return cls.__qualname__
-
-    def text(self, annotation: Any) -> str:
-        """Return an annotation as source; Any for an annotation without a source form."""
-        if annotation is inspect.Parameter.empty or annotation is Any or isinstance(annotation, str | TypeVar):
-            return self.add("typing", "Any")
-        if annotation is None or annotation is type(None):
-            return "None"
-        if annotation is Ellipsis:
-            return "..."
-        if isinstance(annotation, list):
-            return f"[{', '.join(map(self.text, annotation))}]"
-        origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-        if origin in (typing.Union, types.UnionType):
-            return " | ".join(dict.fromkeys(map(self.text, args)))
-        if origin is typing.Literal:
-            return f"{self.add('typing', 'Literal')}[{', '.join(map(repr, args))}]"
-        if origin is typing.Annotated:
-            return self.text(args[0])
-        if isinstance(origin, type):
-            return f"{self.of(origin)}[{', '.join(map(self.text, args))}]"
-        return self.of(annotation) if isinstance(annotation, type) else self.add("typing", "Any")
+def _text(annotation: Any) -> str:
+    """Return an annotation as source, with the whole names of its types; Any for one without a source form."""
+    if annotation in (None, type(None)):
+        return "None"
+    if isinstance(annotation, type) and typing.get_origin(annotation) is None:
+        is_builtin = annotation.__module__ == builtins.__name__
+        return annotation.__qualname__ if is_builtin else f"{annotation.__module__}.{annotation.__qualname__}"
+    text = _TYPE_VARIABLE.sub("typing.Any", repr(annotation).replace("NoneType", "None"))
+    return "typing.Any" if isinstance(annotation, str) or "<" in text or "ForwardRef" in text else text
 
 
-def _method(worker_cls: type, name: str, registration: Registration, names: _Names) -> str:
+def _method(worker_cls: type, name: str, registration: Registration) -> str:
     static = inspect.getattr_static(worker_cls, name)
     function = inspect.unwrap(getattr(worker_cls, name))
     hints = _hints(function)
@@ -167,11 +140,11 @@ def _method(worker_cls: type, name: str, registration: Registration, names: _Nam
         parameters = parameters[1:]
     declared = []
     for parameter in parameters:
-        text = _accepted(names.text(Any if unknown else hints.get(parameter.name, Any)), arguments, names)
+        text = _accepted(_text(Any if unknown else hints.get(parameter.name, Any)), arguments)
         default = inspect.Parameter.empty if parameter.default is inspect.Parameter.empty else ...
         declared.append(parameter.replace(annotation=_Source(text), default=default))
-    value = names.text(Any if unknown else _awaited(hints.get("return", Any)))
-    result, future = _results(value, shown, names)
+    value = _text(Any if unknown else _awaited(hints.get("return", Any)))
+    result, future = _results(value, shown)
     returned = result if registration.blocking else future
     positional_only = any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in declared)
     kind = inspect.Parameter.POSITIONAL_ONLY if positional_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -205,16 +178,15 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _accepted(text: str, rule: str, names: _Names) -> str:
-    return f"{names.add('collections.abc', 'Sequence')}[{text}]" if rule == "entries" else text
+def _accepted(text: str, rule: str) -> str:
+    return f"collections.abc.Sequence[{text}]" if rule == "entries" else text
 
 
-def _results(value: str, rule: str, names: _Names) -> tuple[str, str]:
+def _results(value: str, rule: str) -> tuple[str, str]:
     if rule == "concat":
-        batch = names.add("mcontroller.data.batch", "DataProto")
-        return batch, batch
+        return _text(DataProto), _text(DataProto)
     result = f"list[{value}]" if rule == "list" else value
-    return result, f"{names.add('mcontroller.transport', 'Future')}[{result}]"
+    return result, f"{_text(Future)}[{result}]"
 
 
 def _awaited(annotation: Any) -> Any:

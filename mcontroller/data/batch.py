@@ -180,7 +180,7 @@ class DataProto(OutOfBand):
                 num_batch_dims=num_batch_dims,
             )
         batch = make_batch(tensors, num_batch_dims) if tensors else None
-        arrays = {key: as_array(value, f"non_tensors[{key!r}]") for key, value in (non_tensors or {}).items()}
+        arrays = {key: as_array(value, key) for key, value in (non_tensors or {}).items()}
         info = copy_meta(dict(meta_info or {}))
         if auto_padding:
             info[DataProtoConfig.auto_padding_key] = True
@@ -202,13 +202,6 @@ class DataProto(OutOfBand):
         """
         tensors = {key: value for key, value in data.items() if isinstance(value, Tensor) or is_tensordict(value)}
         others = {key: value for key, value in data.items() if key not in tensors}
-        for key, value in others.items():
-            if not isinstance(value, np.ndarray | list | tuple):
-                raise DataError(
-                    f"column {key!r} is {type(value).__name__}: expected a tensor, a numpy array or a list; pass one "
-                    f"value for the whole batch as meta_info={{{key!r}: ...}}",
-                    column=key,
-                )
         return cls.from_dict(tensors=tensors, non_tensors=others, meta_info=meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -453,43 +446,6 @@ class DataProto(OutOfBand):
         if pad_size > len(self):
             raise DataError(f"pad_size is {pad_size}: expected at most the {len(self)} rows", rows=len(self))
         return self.slice(0, len(self) - pad_size)
-
-    def fold_batch_dim(self, new_batch_size: int) -> Self:
-        """Reshape every column ``[rows, ...]`` to ``[new_batch_size, rows // new_batch_size, ...]``, as views.
-
-        Raises:
-            DataError: if ``new_batch_size`` does not divide the rows.
-        """
-        new_batch_size = as_count("new_batch_size", new_batch_size, 1)
-        if len(self) % new_batch_size:
-            text = f"new_batch_size is {new_batch_size} for a batch of {len(self)} rows: expected a divisor of the rows"
-            raise DataError(text, rows=len(self))
-        shape = (new_batch_size, len(self) // new_batch_size)
-        batch = map_columns(
-            self.batch, lambda column: column.view(*shape, *column.shape[1:]), new_batch_size, one_dim=True
-        )
-        arrays = {key: array.reshape(*shape, *array.shape[1:]) for key, array in self.non_tensor_batch.items()}
-        return self.derive(batch, arrays)
-
-    def unfold_batch_dim(self, batch_dims: int = 2) -> Self:
-        """Flatten the first dims of every column: ``[a, b, ...]`` to ``[a * b, ...]``; views if memory allows.
-
-        Args:
-            batch_dims: number of dims to flatten, at least 1; all columns must agree in them.
-
-        Raises:
-            DataError: if the columns do not agree in these dims.
-        """
-        batch_dims = as_count("batch_dims", batch_dims, 1)
-        columns: list[Any] = [*self.non_tensor_batch.values(), *leaf_tensors(self.batch)]
-        leading = [tuple(column.shape[:batch_dims]) for column in columns]
-        if any(len(dims) < batch_dims or dims != leading[0] for dims in leading):
-            text = f"cannot flatten the first {batch_dims} dims of columns {self.column_names()}, which are {leading}"
-            raise DataError(f"{text}: they must be equal", batch_dims=batch_dims, dims=leading)
-        count = int(np.prod(leading[0])) if leading else len(self)
-        batch = map_columns(self.batch, lambda column: column.flatten(0, batch_dims - 1), count, one_dim=True)
-        arrays = {key: array.reshape(count, *array.shape[batch_dims:]) for key, array in self.non_tensor_batch.items()}
-        return self.derive(batch, arrays)
 
     # ---- columns ---------------------------------------------------------------------------------------------------
 

@@ -84,22 +84,21 @@ def describe(value: Any, limit: int = 80) -> str:
 # ---- rows of columns -------------------------------------------------------------------------------------------------
 
 
-def map_columns(batch: Any, change: Callable[[Tensor], Any], rows: int, *, one_dim: bool = False) -> TensorDict | None:
+def map_columns(batch: Any, change: Callable[[Tensor], Any], rows: int) -> TensorDict | None:
     """Apply a function to every tensor, also of nested TensorDicts.
 
     Args:
         batch: the columns, or None.
         change: the function.
         rows: the number of rows of the results.
-        one_dim: whether the results share no other batch dims than the rows.
     """
     if batch is None:
         return None
     columns: dict[str, Any] = {}
     for key, column in batch.items():
         is_nested = not isinstance(column, Tensor)
-        columns[key] = map_columns(column, change, rows, one_dim=one_dim) if is_nested else change(column)
-    return make_tensordict(columns, (rows, *(() if one_dim else batch.batch_size[1:])), batch.device)
+        columns[key] = map_columns(column, change, rows) if is_nested else change(column)
+    return make_tensordict(columns, (rows, *batch.batch_size[1:]), batch.device)
 
 
 def leaf_tensors(batch: TensorDict | None) -> Iterable[Any]:
@@ -243,17 +242,20 @@ def check_keys(kind: str, wanted: Iterable[str], present: Iterable[str]) -> None
         raise DataError(f"no {kind} {missing}; existing: {sorted(existing)}", missing=missing, present=sorted(existing))
 
 
-def as_array(value: Any, name: str = "a non-tensor column") -> np.ndarray:
+def as_array(value: Any, column: str = "") -> np.ndarray:
     """Return an array unchanged, and a list as a 1-D object array of its entries, whatever they are."""
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        text = f"{name} is {describe(value)}: expected an array or a list with one entry per row"
-        raise DataError(f"{text}; tensors are passed as tensors={{...}}", column=name)
-    column = np.empty(len(value), dtype=object)
+        raise DataError(
+            f"non-tensor column {column!r} is {describe(value)}: expected an array or a list with one entry per row; "
+            "pass tensors as tensors={...}, and one value for the whole batch as meta_info={...}",
+            column=column,
+        )
+    entries = np.empty(len(value), dtype=object)
     for row, entry in enumerate(value):
-        column[row] = entry
-    return column
+        entries[row] = entry
+    return entries
 
 
 def make_batch(tensors: Mapping[str, Any], batch_dims: int) -> TensorDict:

@@ -54,8 +54,7 @@ class RankExplanation:
 class Explanation:
     """What a call would send to and collect from each rank. ``str`` and ``repr`` are a table.
 
-    A line separates ranks of different nodes. Axes that cross nodes, although their collectives run in every layer,
-    follow the table.
+    Axes that cross nodes, although their collectives run in every layer, follow the table.
 
     Attributes:
         method: role and name of the method.
@@ -74,32 +73,23 @@ class Explanation:
     stored_bytes: int
 
     def __str__(self) -> str:
-        shown = self.ranks[:SHOWN_RANKS]
-        table = [TITLES, *self._rows(shown)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-        for row in range(len(shown) - 1, 0, -1):  # from the end, so that the earlier rows keep their positions
-            if shown[row].node != shown[row - 1].node:
-                lines.insert(1 + row, "  ".join("-" * width for width in widths))
-        if len(shown) < len(self.ranks):
-            lines.append(f"... and {len(self.ranks) - len(shown)} more ranks")
+        axes = _axes_with_several_ranks(self.plan.topology)
+        rows = [TITLES, *(_cells(rank, axes) for rank in self.ranks[:SHOWN_RANKS])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        if len(self.ranks) > SHOWN_RANKS:
+            table.append(f"... and {len(self.ranks) - SHOWN_RANKS} more ranks")
         unknown = any(rank.unknown_bytes for rank in self.ranks)
         sent, stored = _size_text(self.sent_bytes, unknown), _size_text(self.stored_bytes, False)
         tail = f"{sent} read by all ranks, {stored} stored"
         if unknown:
             tail += "; the size of columns on workers is not known in the controller"
         crossing = locality_lines(self.plan.topology)
-        return "\n".join([self._headline(), *lines, tail, *crossing])
+        head = f"{self.method} ({self.mode}): {len(self.ranks)} ranks, {self.plan.shard_count} shards"
+        head += f", {len(self.plan.collected)} return as {self.plan.spec.result}"
+        return "\n".join([head, *table, tail, *crossing])
 
     __repr__ = __str__
-
-    def _headline(self) -> str:
-        head = f"{self.method} ({self.mode}): {len(self.ranks)} ranks, {self.plan.shard_count} shards"
-        return f"{head}, {len(self.plan.collected)} return as {self.plan.spec.result}"
-
-    def _rows(self, ranks: Sequence[RankExplanation]) -> list[tuple[str, ...]]:
-        axes = _axes_with_several_ranks(self.plan.topology)
-        return [_cells(rank, axes) for rank in ranks]
 
 
 def explain(call: PreparedCall) -> Explanation:

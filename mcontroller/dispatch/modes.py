@@ -8,7 +8,7 @@ plan is computed once for each mode and topology.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
-from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS
+from parallel_state.axes import RANK_AXIS
 from parallel_state.describe import runs_text, table_text
 from parallel_state.topology import Topology
 
@@ -191,7 +191,6 @@ class DispatchModes:
         result: ResultRule | None = None,
         arguments: Literal["rows", "entries"] = "rows",
         by: str | Collection[str] | None = None,
-        extra: str | Collection[str] = (),
     ) -> DispatchSpec:
         """Return a mode that splits over ``axes`` and collects from the ranks at ``collect``.
 
@@ -203,11 +202,10 @@ class DispatchModes:
             result: ``concat`` (default with axes), ``list`` (default without axes) or ``value``.
             arguments: ``rows`` splits the rows of DataProtos, ``entries`` takes lists with one entry per shard.
             by: the axes that the results are listed by; ``axes`` by default, or every rank without axes.
-            extra: the user-defined axes that are named; every other name must be that of a Megatron axis.
 
         Raises:
-            DispatchError: an axis, an index or a rule is unknown. An axis that a topology does not have is reported by
-                the call, as TopologyError.
+            DispatchError: an index or a rule is unknown. An axis that a topology does not have is reported by the call,
+                as TopologyError.
 
         Examples:
             >>> Dispatch.over("dp", "cp", collect={"tp": 0, "pp": -1})
@@ -223,7 +221,6 @@ class DispatchModes:
                 collect=collect,
             )
         listed = (by,) if isinstance(by, str) else tuple(by) if by is not None else axes or (RANK,)
-        _reject_unknown(name, [*axes, *selected, *listed], [extra] if isinstance(extra, str) else extra)
         rule: ArgumentRule = arguments if axes else "whole"
         shown: ResultRule = result or ("concat" if axes else "list")
         return DispatchSpec(name, rule, axes, tuple(selected.items()), listed, shown)
@@ -253,22 +250,6 @@ def register_dispatch_mode(
         DispatchError: the name is taken or is not an identifier.
     """
     return Dispatch.register(dispatch_mode_name, mode_of_functions(dispatch_mode_name, dispatch_fn, collect_fn))
-
-
-def _reject_unknown(mode: str, axes: Iterable[object], extra: Collection[str]) -> None:
-    known = (*DENSE_AXES, *EXPERT_AXES, RANK)
-    for axis in axes:
-        if not isinstance(axis, str) or axis in known or axis in extra:
-            continue
-        close = difflib.get_close_matches(axis.lower(), known, n=3, cutoff=0.5)
-        intended = " or ".join(repr(name) for name in known if name in close)
-        hint = f"did you mean {intended}?" if close else f"Megatron has {', '.join(known)}."
-        raise DispatchError(
-            f"mode {mode}: there is no axis {axis!r}; {hint} If the layout declares it "
-            f"(ParallelLayout(..., extra={{{axis!r}: size}})), pass extra=[{axis!r}] to Dispatch.over",
-            mode=mode,
-            axis=axis,
-        )
 
 
 class Execute(Enum):
@@ -356,19 +337,17 @@ class Plan:
         return f"{spec}: {split}; {ranks} run, {results}\n{table_text(('shard', 'ranks', 'returning'), rows, max_rows)}"
 
 
-def plan(spec: DispatchSpec, topology: Topology, ranks: Collection[int] | None = None) -> Plan:
+@lru_cache(maxsize=256)
+def plan(spec: DispatchSpec, topology: Topology) -> Plan:
     """Plan a mode on a topology; equal calls return the cached plan.
 
     Args:
         spec: the mode.
         topology: the coordinates of every rank.
-        ranks: run on these ranks only. The shards of the others are left out: the arguments are split over those
-            that remain.
 
     Raises:
         TopologyError: the topology does not have an axis that the mode names.
-        DispatchError: no rank would return a shard's result, ``ranks`` contains a rank that does not exist, or methods
-            of the mode are never called through a group.
+        DispatchError: no rank would return a shard's result, or methods of the mode are never called through a group.
     """
     if spec.in_worker_only:
         raise DispatchError(
@@ -376,17 +355,10 @@ def plan(spec: DispatchSpec, topology: Topology, ranks: Collection[int] | None =
             "register the method with another mode to dispatch it",
             mode=spec.name,
         )
-    return _plan(spec, topology, None if ranks is None else tuple(sorted(ranks)))
-
-
-@lru_cache(maxsize=256)
-def _plan(spec: DispatchSpec, topology: Topology, ranks: tuple[int, ...] | None) -> Plan:
-    run = (0,) if spec.rank_zero_only else tuple(range(topology.world_size)) if ranks is None else ranks
-    _check_ranks(spec, topology, run, ranks)
+    run = (0,) if spec.rank_zero_only else tuple(range(topology.world_size))
     shard_of = topology.shard_indices(spec.axes)
-    position = {shard: index for index, shard in enumerate(sorted({shard_of[rank] for rank in run}))}
-    shards = tuple(position[shard_of[rank]] for rank in run)
-    return Plan(spec, topology, run, shards, len(position), _collected(spec, topology, run))
+    shards = tuple(shard_of[rank] for rank in run)
+    return Plan(spec, topology, run, shards, len({*shards}), _collected(spec, topology, run))
 
 
 def _collected(spec: DispatchSpec, topology: Topology, run: tuple[int, ...]) -> tuple[int, ...]:
@@ -399,13 +371,13 @@ def _collected(spec: DispatchSpec, topology: Topology, run: tuple[int, ...]) -> 
             candidates[result_of[rank]].append(rank)
     for result, ranks in candidates.items():
         if not ranks:
-            running = [rank for rank in run if result_of[rank] == result]
+            of_result = [rank for rank in run if result_of[rank] == result]
             raise DispatchError(
-                f"mode {spec} collects from {dict(spec.collect) or 'every rank'}, but none of the running ranks "
-                f"{_some(running)} has these coordinates: no rank would return result {result}",
+                f"mode {spec} collects from {dict(spec.collect)}, but none of the ranks {runs_text(of_result)} has "
+                f"these coordinates: no rank would return result {result}",
                 mode=spec.name,
                 collect=dict(spec.collect),
-                ranks=tuple(running),
+                ranks=tuple(of_result),
             )
     return tuple(_nearest_origin(topology, [candidates[result] for result in sorted(candidates)]))
 
@@ -415,22 +387,3 @@ def _nearest_origin(topology: Topology, choices: list[list[int]]) -> list[int]:
         return [ranks[0] for ranks in choices]
     coordinates = list(zip(*topology.columns.values(), strict=True))
     return [min(ranks, key=coordinates.__getitem__) for ranks in choices]
-
-
-def _check_ranks(spec: DispatchSpec, topology: Topology, run: tuple[int, ...], ranks: tuple[int, ...] | None) -> None:
-    if ranks is None:
-        return
-    world = topology.world_size
-    wrong = [rank for rank in ranks if type(rank) is not int or not 0 <= rank < world]
-    if wrong or not ranks or len(set(ranks)) != len(ranks) or run != ranks:
-        raise DispatchError(
-            f"mode {spec} cannot run on ranks {_some(list(ranks))} of {world}: name existing ranks, each once"
-            + (", and rank 0 alone for this mode" if spec.rank_zero_only else ""),
-            mode=spec.name,
-            ranks=ranks,
-            world_size=world,
-        )
-
-
-def _some(ranks: list[int]) -> str:
-    return str(ranks if len(ranks) <= 8 else [*ranks[:7], "..."]).replace("'", "")

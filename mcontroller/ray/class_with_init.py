@@ -66,16 +66,20 @@ class RayClassWithInitArgs(ClassWithInitArgs[W_co]):
         return self
 
 
-def check_class_with_init(init: Any) -> None:
-    """Raise ConfigError, which shows how to wrap a bare class, unless ``init`` is a RayClassWithInitArgs."""
+def check_class_with_init(init: Any, name: str = "ray_cls_with_init") -> None:
+    """Raise ConfigError, which shows how to wrap a bare class, unless ``init`` is a RayClassWithInitArgs.
+
+    Args:
+        init: an argument.
+        name: of the argument, or of the role that it is for.
+    """
     if isinstance(init, RayClassWithInitArgs):
         return
     cls = plain_class(init.cls if isinstance(init, ClassWithInitArgs) else init)
-    name = cls.__name__ if isinstance(cls, type) else "WorkerClass"
+    shown = cls.__name__ if isinstance(cls, type) else "WorkerClass"
     raise ConfigError(
-        f"ray_cls_with_init is {init!r}; expected RayClassWithInitArgs({name}), with the init arguments of the worker "
-        "class behind it",
-        key="ray_cls_with_init",
+        f"{name} is {init!r}; expected RayClassWithInitArgs({shown}), with the init arguments of the class behind it",
+        key=name,
         value=init,
     )
 
@@ -107,12 +111,7 @@ class Colocated(RayClassWithInitArgs[Roles]):
         self.roles = dict(class_dict)
         self.fused = fused
         for role, init in self.roles.items():
-            if not isinstance(init, RayClassWithInitArgs):
-                raise ConfigError(
-                    f"role {role!r} is {init!r}; expected RayClassWithInitArgs(the worker class, its arguments)",
-                    key=role,
-                    value=init,
-                )
+            check_class_with_init(init, role)
             self._merge_options(role, init)
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 import ray
 from ray import cloudpickle
@@ -118,7 +119,7 @@ def attach(worker_names: Sequence[str]) -> tuple[GroupProcesses, dict[str, type]
         raise ResourceError(f"the cluster is still starting group {group}: try again", name=group, missing=missing)
     actors = [ray.get_actor(name, namespace=NAMESPACE) for name in worker_names]
     handles = ProcessHandles(
-        _AttachedLease(group, record.placements).release,
+        partial(_remove, group, record.placements),
         record.options or ChannelOptions(),
         list(worker_names),
         actors,
@@ -129,27 +130,20 @@ def attach(worker_names: Sequence[str]) -> tuple[GroupProcesses, dict[str, type]
     return GroupProcesses(worker_names[0].rsplit("/", 2)[0], handles, detached=True), record.classes
 
 
-@dataclass(frozen=True, slots=True)
-class _AttachedLease:
-    """The slots of a detached group in a driver other than the one that started it."""
-
-    group: str
-    placements: Set[PlacementGroup]
-
-    def release(self) -> None:
-        """Delete the record, and remove the placement groups that no other detached group uses."""
-        _delete(self.group)
-        records = [_read(other) for other in set(map(_group_of, _process_names())) - {self.group}]
-        used = {placement for record in records if record is not None for placement in record.placements}
-        for placement in self.placements - used:
-            remove_placement_group(placement)
+def _remove(group: str, placements: Set[PlacementGroup]) -> None:
+    """Delete the record, and remove the placement groups that no other detached group uses."""
+    _delete(group)
+    records = [_read(other) for other in set(map(_group_of, _process_names())) - {group}]
+    used = {placement for record in records if record is not None for placement in record.placements}
+    for placement in placements - used:
+        remove_placement_group(placement)
 
 
 def _end(group: str, record: DetachedRecord) -> None:
     for name in _process_names():
         if _group_of(name) == group:
             ray.kill(ray.get_actor(name, namespace=NAMESPACE))
-    _AttachedLease(group, record.placements).release()
+    _remove(group, record.placements)
 
 
 def _job() -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +14,6 @@ from ray.exceptions import RayError
 
 from mcontroller.channel.address import ChannelKeys
 from mcontroller.errors import CallTimeout, ConfigError, DataError, ResourceError
-from mcontroller.output import progress_bar
 from mcontroller.ray.calls.executor import GroupCall, GroupProcesses, RayExecutor
 from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause
 from mcontroller.ray.detached import NAMESPACE, RecordedLease
@@ -85,10 +82,7 @@ def launch(
         handles.infos = _with_threads(pool, lease, _await_infos(reports, next(iter(packed)), timeout))
         processes = GroupProcesses(name, handles, detached=detached)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        call = _build(processes, pool, lease, roles.values(), packed, left)
-        with _progress(name, len(call.ranks)) as show:
-            show(call)
-            call.check()
+        _build(processes, pool, lease, roles.values(), packed, left).check()
         handles.enter(GroupState.READY)
         if recorded is not None:
             recorded.complete(handles)
@@ -131,7 +125,7 @@ def _start(
         named = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if detached else {}
         chosen = {**common, **named, "scheduling_strategy": bundle.strategy}
         handles.names.append(name)
-        handles.actors.append(_Actor.options(**chosen).remote(keys, handles.options, pool.record_collectives))
+        handles.actors.append(_Actor.options(**chosen).remote(keys, handles.options))
     reports = [actor.get_info.remote() for actor in handles.actors]
     handles.watched.extend(actor.serve.remote() for actor in handles.actors)
     return reports
@@ -237,18 +231,3 @@ def _identities(
 
 _Actor: Any = ray.remote(WorkerProcess)
 """Created once, because Ray keeps every actor class as long as the cluster exists."""
-
-
-@contextmanager
-def _progress(name: str, ranks: int) -> Iterator[Any]:
-    """Show a progress bar of the ranks that have started, if standard error is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda call: None
-        return
-    with progress_bar(f"starting {name}", ranks) as update:
-
-        def show(call: GroupCall) -> None:
-            while not call.wait(0.2):
-                update(completed=ranks - len(call.pending))
-
-        yield show

@@ -1,19 +1,20 @@
-"""Processes as their node sees them: whether they run, how they are ended, and why one does not answer."""
+"""Processes as their node sees them: whether they run, how they are ended, and how they have ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from socket import gethostname
 from typing import Any, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mcontroller.machine import boot_id
 from mcontroller.ray.warm_start import exits
 
 NODE_SECONDS = 15.0
@@ -22,15 +23,6 @@ NODE_SECONDS = 15.0
 STATUS_SECONDS = 2.0
 """Time until the parent of a process that has ended has recorded how."""
 
-SAMPLE_SECONDS = 0.5
-"""Time over which the switches of a thread are counted."""
-
-SLOW = "the process runs, in state "
-"""What ``why_silent`` begins with for a process that may answer later."""
-
-SWITCHES = 10
-"""A thread that waits for the interpreter wakes up every 5 ms, 100 times in ``SAMPLE_SECONDS``; an idle one never."""
-
 
 class NodeProcess(NamedTuple):
     """A process of a node.
@@ -38,21 +30,19 @@ class NodeProcess(NamedTuple):
     Attributes:
         pid: process id.
         started: when it started, in clock ticks since the boot: another process may get its id later.
-        queries: id of the thread that answers queries.
         exits: the file in which its parent records its end; None if it has no warm parent.
-        namespace: the namespace of process ids that it is in; empty if the system does not say.
+        namespace: the namespace of process ids that it is in; empty for one that is not looked at.
     """
 
     pid: int
     started: int
-    queries: int
     exits: str | None
     namespace: str = ""
 
     @classmethod
-    def this(cls, queries: int) -> NodeProcess:
+    def this(cls) -> NodeProcess:
         """Return the calling process."""
-        return cls(os.getpid(), int(_stat(os.getpid())[19]), queries, exits.record_of_this_process(), _namespace())
+        return cls(os.getpid(), int(_stat(os.getpid())[19]), exits.record_of_this_process(), _namespace())
 
     @property
     def state(self) -> str:
@@ -66,12 +56,7 @@ class NodeProcess(NamedTuple):
     @property
     def is_visible(self) -> bool:
         """Whether it runs, and the calling process, on whatever node, sees that."""
-        return self.has_our_namespace and self.runs
-
-    @property
-    def has_our_namespace(self) -> bool:
-        """Whether its process id means the same process for the calling one."""
-        return bool(self.namespace) and self.namespace == _namespace()
+        return bool(self.namespace) and self.namespace == _namespace() and self.runs
 
     @property
     def runs(self) -> bool:
@@ -85,10 +70,7 @@ def _stat(pid: int) -> list[str]:
 
 def _namespace() -> str:
     """Return what identifies the process ids of this process: the boot of its machine, and the namespace there."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def begin_on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -109,27 +91,7 @@ def on_node(node_id: str, function: Callable[..., Any], *args: Any, timeout: flo
     return ray.get(begin_on_node(node_id, function, *args), timeout=timeout)
 
 
-def wait_for_ends(processes: Sequence[NodeProcess]) -> list[int]:
-    """Wait until one of these processes of this node ends; return the places of all that have ended.
-
-    Returns none at once if this process cannot see them.
-    """
-    visible = {place: process for place, process in enumerate(processes) if process.has_our_namespace}
-    with contextlib.ExitStack() as descriptors:
-        ends = select.poll()
-        for process in visible.values():
-            with contextlib.suppress(ProcessLookupError):
-                descriptor = os.pidfd_open(process.pid)
-                descriptors.callback(os.close, descriptor)
-                ends.register(descriptor, select.POLLIN)
-        ended = [place for place, process in visible.items() if not process.runs]
-        while visible and not ended:
-            ends.poll()
-            ended = [place for place, process in visible.items() if not process.runs]
-    return ended
-
-
-def end_processes(processes: Sequence[NodeProcess], patience: float, seconds: float) -> dict[int, str]:
+def end_processes(processes: Sequence[NodeProcess], patience: float, seconds: float) -> list[str]:
     """Wait until processes of this node have ended, and end those that have not.
 
     Args:
@@ -138,29 +100,20 @@ def end_processes(processes: Sequence[NodeProcess], patience: float, seconds: fl
         seconds: seconds after that until they are given up.
 
     Returns:
-        By process id, why a process still runs.
+        The process id, the machine and the state of those that still run.
     """
     _kill([process for process in processes if process.state in ("T", "t")])
     _wait_until(lambda: not any(process.state for process in processes), patience)  # reaped too
     left = [process for process in processes if process.runs]
-    reasons = _kill(left)
-    killed = [process for process in left if process.pid not in reasons]
-    _wait_until(lambda: not any(process.runs for process in killed), seconds)
-    late = {process.pid: f"in state {process.state} {seconds:g} s after SIGKILL" for process in killed if process.runs}
-    return reasons | late
+    _kill(left)
+    _wait_until(lambda: not any(process.runs for process in left), seconds)
+    return [f"pid {process.pid} on {gethostname()}, in state {process.state}" for process in left if process.runs]
 
 
-def _kill(processes: Sequence[NodeProcess]) -> dict[int, str]:
-    """Send SIGKILL to processes; return by process id why that failed."""
-    reasons: dict[int, str] = {}
+def _kill(processes: Sequence[NodeProcess]) -> None:
     for process in processes:
-        try:
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             os.kill(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        except OSError as error:
-            reasons[process.pid] = f"SIGKILL fails: {error.strerror}"
-    return reasons
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
@@ -183,30 +136,3 @@ def recorded_status(process: NodeProcess) -> int | None:
             break
         time.sleep(0.01)
     return None
-
-
-def why_silent(process: NodeProcess) -> str:
-    """Return why a process of this node does not answer queries."""
-    state = process.state
-    if not process.runs:
-        return "the process has ended"
-    if state in "Tt":
-        return "the process is stopped: continue it with SIGCONT"
-    before = _switches(process)
-    time.sleep(SAMPLE_SECONDS)
-    waits = _switches(process) - before >= SWITCHES
-    if waits:
-        return "the process is in native code that holds the interpreter"
-    if state == process.state == "D":
-        return "the process waits in the kernel, in state D: for a disk or a network file system"
-    return f"{SLOW}{state}, and does not hold the interpreter: it or its node is slow, or its port cannot be reached"
-
-
-def _switches(process: NodeProcess) -> int:
-    """Return how often the thread that answers queries has given up its processor by itself."""
-    try:
-        status = Path(f"/proc/{process.pid}/task/{process.queries}/status").read_text()
-    except OSError:
-        return 0
-    line = next(line for line in status.splitlines() if line.startswith("voluntary_ctxt_switches"))
-    return int(line.split()[1])

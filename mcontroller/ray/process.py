@@ -114,15 +114,14 @@ class WorkerProcess:
     Args:
         keys: the keys of the group.
         options: settings of the channel.
-        record: whether to keep a record of the last collectives.
     """
 
-    def __init__(self, keys: ChannelKeys, options: ChannelOptions, record: bool = True) -> None:
+    def __init__(self, keys: ChannelKeys, options: ChannelOptions) -> None:
         self._roles: dict[str, Any] = {}
         self._identity = Identity("", -1, {})
         self._running: str | None = None
         self._inline_bytes = options.inline_bytes
-        self._record = RecordMemory() if record else None
+        self._record = RecordMemory()
         self._records = False
         self._kept = KeptResults()
         self._finished: dict[bytes, int] = {}
@@ -142,8 +141,8 @@ class WorkerProcess:
             _logs(),
             self._endpoint.address,
             self._reserved.getsockname()[1],
-            NodeProcess.this(self._endpoint.query_thread),
-            None if self._record is None else self._record.descriptor,
+            NodeProcess.this(),
+            self._record.descriptor,
             usable_cores(),
             chosen_threads(),
             compute_capability(),
@@ -261,11 +260,10 @@ class WorkerProcess:
 
     def _record_calls(self) -> None:
         """Record collectives from now on; the program has imported torch."""
-        self._records = True
-        if self._record is not None:
-            from parallel_state.hangs.recorder import record_calls
+        from parallel_state.hangs.recorder import record_calls
 
-            record_calls(self._record)
+        self._records = True
+        record_calls(self._record)
 
     # ---- queries, answered on another thread -------------------------------------------------------------------------
 
@@ -289,7 +287,7 @@ class WorkerProcess:
 
     def _position(self) -> ProcessPosition:
         """Return what the main thread does; called from another thread."""
-        record = None if self._record is None else read_rank_record(os.getpid(), self._record.descriptor)
+        record = read_rank_record(os.getpid(), self._record.descriptor)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if self._running is None or frame is None:
             return ProcessPosition("idle: no call is running here", "", record)

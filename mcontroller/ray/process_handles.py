@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +17,8 @@ from ray.exceptions import RayError
 
 from mcontroller.channel.controller import Hub
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.errors import GroupBroken, GroupError, ResourceError
-from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes, wait_for_ends
+from mcontroller.errors import GroupBroken, GroupError
+from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.reservation import session
 
@@ -94,7 +93,6 @@ class ProcessHandles:
         cause: the failure because of which they were ended; None if they run, or were shut down.
         gone: Ray's ids of the nodes that are gone, with all their processes.
         killed: whether this driver has ended the processes.
-        remaining: the processes that the last ``end`` could not end, with node, process id and reason.
     """
 
     release: Callable[[], None]
@@ -107,10 +105,8 @@ class ProcessHandles:
     state: GroupState = GroupState.STARTING
     cause: GroupError | None = None
     gone: set[str] = field(default_factory=set)
-    remaining: list[str] = field(default_factory=list)
     killed: bool = False
     _visible: dict[int, NodeProcess] = field(default_factory=dict)
-    _watches: dict[Any, list[int]] = field(default_factory=dict)
     _freed: bool = False
     _session: object = field(default_factory=session)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -150,9 +146,7 @@ class ProcessHandles:
         return [actor._actor_id.hex() for actor in self.actors]
 
     def watch(self, changed: Callable[[], None]) -> list[int]:
-        """Have the nodes of the processes watch them, and Ray.
-
-        Called when all processes have reported where they run.
+        """Have Ray watch the processes. Called when all have reported where they run.
 
         Args:
             changed: called on any thread when one of them may have ended.
@@ -161,14 +155,7 @@ class ProcessHandles:
             Descriptors of the processes that this one can see, which are ready to be read if they have ended.
         """
         self._visible = {rank: info.process for rank, info in enumerate(self.infos) if info.process.is_visible}
-        elsewhere: dict[str, list[int]] = {}
-        for rank, info in enumerate(self.infos):
-            if rank not in self._visible:
-                elsewhere.setdefault(info.node_id, []).append(rank)
-        for node, ranks in elsewhere.items():
-            watch = begin_on_node(node, wait_for_ends, [self.infos[rank].process for rank in ranks])
-            self._watches[watch] = ranks
-        for reference in (*self.watched, *self._watches):
+        for reference in self.watched:
             reference.future().add_done_callback(lambda _: changed())
         descriptors = []
         for process in self._visible.values():
@@ -179,16 +166,16 @@ class ProcessHandles:
     def deaths(self, lost: Iterable[int]) -> dict[int, BaseException]:
         """Return the error of each process that has ended, by rank.
 
-        Ray notices the end of a process by its connections, which a child that the process has forked keeps open. So
-        the processes are looked at too: by this process if it can see them, else by a task on their node. And Ray needs
-        about 14 s to notice that a node is gone, of which the closed port of its raylet is a sign.
+        Ray notices the end of a process by its connections. A child that the process has forked may keep them open: a
+        warm parent ends such children with the process, and processes that this one can see are looked at too. And Ray
+        needs about 14 s to notice that a node is gone, of which the closed port of its raylet is a sign.
 
         Args:
             lost: ranks whose connections are lost.
         """
         if not self.watched or not self.reachable:
             return {}
-        ended = {rank for rank, process in self._visible.items() if not process.runs} | self._ends_on_other_nodes()
+        ended = {rank for rank, process in self._visible.items() if not process.runs}
         errors = self._reported(range(len(self.watched)), 0)
         if ended - errors.keys():
             errors |= self._reported(sorted(ended - errors.keys()), REPORT_SECONDS)
@@ -208,16 +195,6 @@ class ProcessHandles:
             if node["NodeID"] in nodes and is_port_closed(node["NodeManagerAddress"], node["NodeManagerPort"]):
                 self.gone.add(node["NodeID"])
 
-    def _ends_on_other_nodes(self) -> set[int]:
-        """Return the ranks whose end a task on their node has found."""
-        watches = list(self._watches)
-        done, _ = ray.wait(watches, num_returns=len(watches), timeout=0, fetch_local=False) if watches else ([], [])
-        ended: set[int] = set()
-        for watch in done:
-            with contextlib.suppress(RayError):  # the node is lost
-                ended.update(self._watches[watch][place] for place in ray.get(watch))
-        return ended
-
     def _reported(self, ranks: Sequence[int], timeout: float) -> dict[int, BaseException]:
         """Return Ray's error for each of these processes that has ended; wait ``timeout`` seconds for the first."""
         watched = [self.watched[rank] for rank in ranks]
@@ -227,71 +204,41 @@ class ProcessHandles:
         return {rank: error for rank, error in errors.items() if error is not None}
 
     def end(self) -> None:
-        """Kill the processes, wait until they are gone, and free their slots.
+        """Kill the processes, wait until they are gone, and free their slots. Those that do not end are logged.
 
-        If a process cannot be ended, its slots stay taken, because it still has its memory; ``remaining`` names it. A
-        second call does nothing, unless the first was interrupted or processes remain: then it does the same again.
+        A second call does nothing, unless the first was interrupted: then it does the same again.
         """
         with self._lock:
             self.killed = True
             self.enter(GroupState.ENDED)
             if not self._freed and self.reachable:
-                self.remaining = self._kill()
-                if self.remaining:
-                    _log.error("processes could not be ended, and keep their slots: %s", "; ".join(self.remaining))
-                else:
-                    self.release()
-                    self._freed = True
+                self._kill()
+                self.release()
+                self._freed = True
             if self.hub is not None:
                 self.hub.close()
 
-    def check_ended(self, name: str) -> None:
-        """Raise ResourceError if the last ``end`` could not end a process of the group ``name``."""
-        if self.remaining:
-            raise ResourceError(
-                f"group {name} has processes that could not be ended, and that keep their slots: "
-                f"{'; '.join(self.remaining)}. End them on their nodes, then call shutdown again",
-                name=name,
-                processes=self.remaining,
-            )
-
-    def _kill(self) -> list[str]:
-        """Kill the processes and wait for their end on every node; return those that remain."""
+    def _kill(self) -> None:
+        """Kill the processes and wait for their end on every node."""
         for actor in self.actors:
             ray.kill(actor)
-        by_node: dict[str, list[ProcessInfo]] = {}
+        by_node: dict[str, list[NodeProcess]] = {}
         for info in self.infos:
-            by_node.setdefault(info.node_id, []).append(info)
-        this_node = ray.get_runtime_context().get_node_id()
+            if info.node_id not in self.gone:
+                by_node.setdefault(info.node_id, []).append(info.process)
+        here = by_node.pop(ray.get_runtime_context().get_node_id(), [])
         limits = END_SECONDS, KILL_SECONDS
-        elsewhere = {
-            node: begin_on_node(node, end_processes, [info.process for info in infos], *limits)
-            for node, infos in by_node.items()
-            if node != this_node and node not in self.gone
-        }
-        reasons = {this_node: end_processes([info.process for info in by_node.get(this_node, [])], *limits)}
-        end = time.monotonic() + sum(limits) + NODE_SECONDS
-        for node, reference in elsewhere.items():
-            reasons[node] = _reasons(reference, node, by_node[node], max(0.0, end - time.monotonic()))
+        elsewhere = [begin_on_node(node, end_processes, processes, *limits) for node, processes in by_node.items()]
+        late = end_processes(here, *limits)
+        ready, _ = ray.wait(elsewhere, num_returns=len(elsewhere), timeout=NODE_SECONDS) if elsewhere else ([], [])
+        for reference in ready:
+            with contextlib.suppress(RayError):  # they have ended with their node
+                late += ray.get(reference)
+        if late:
+            _log.error("processes could not be ended, and may still use their GPUs: %s", "; ".join(late))
         if self.watched:  # processes that have not said where they run are known to Ray alone
             timeout = REPORT_SECONDS if self.infos else END_SECONDS
             ray.wait(self.watched, num_returns=len(self.watched), timeout=timeout, fetch_local=False)
-        return [
-            f"pid {info.pid} on {info.node}: {reasons[node][info.pid]}"
-            for node, infos in by_node.items()
-            for info in infos
-            if info.pid in reasons.get(node, ())
-        ]
-
-
-def _reasons(reference: Any, node: str, infos: Sequence[ProcessInfo], timeout: float) -> dict[int, str]:
-    try:
-        reasons: dict[int, str] = ray.get(reference, timeout=timeout)
-    except (RayError, TimeoutError) as error:
-        if node not in {alive["NodeID"] for alive in ray.nodes() if alive["Alive"]}:
-            return {}  # the processes have ended with their node
-        return {info.pid: f"unknown, its node does not answer: {type(error).__name__}" for info in infos}
-    return reasons
 
 
 def is_port_closed(host: str, port: int) -> bool:

@@ -34,24 +34,18 @@ class ResourcePool:
     """
 
     def __init__(self, process_on_nodes: Iterable[int] | None = None, max_colocate_count: int = 1) -> None:
-        if not isinstance(process_on_nodes, Iterable | None) or isinstance(process_on_nodes, str):
+        is_list = isinstance(process_on_nodes, Iterable) and not isinstance(process_on_nodes, str)
+        counts = list(process_on_nodes) if is_list else []  # type: ignore[arg-type]  # an iterable then
+        valid = all(map(is_count, (*counts, max_colocate_count)))
+        if not valid or not (counts or process_on_nodes is None):
             raise ResourceError(
-                f"process_on_nodes is {process_on_nodes!r}; expected a list with the number of processes on each node: "
-                f"{type(self).__name__}([{process_on_nodes}])",
+                f"process_on_nodes={process_on_nodes!r}, max_colocate_count={max_colocate_count!r}: expected a list "
+                f"with the number of processes on each node, at least 1, as {type(self).__name__}([8, 8])",
                 process_on_nodes=process_on_nodes,
-            )
-        self._store = list(process_on_nodes or [])
-        self.max_colocate_count = max_colocate_count
-        if not all(map(is_count, (*self._store, max_colocate_count))):
-            raise ResourceError(
-                f"process_on_nodes={self._store}, max_colocate_count={max_colocate_count!r}: every count must be a "
-                "positive integer",
-                process_on_nodes=self._store,
                 max_colocate_count=max_colocate_count,
             )
-        if process_on_nodes is not None and not self._store:
-            text = "process_on_nodes is empty; expected the number of processes on each node, at least one"
-            raise ResourceError(text, process_on_nodes=self._store)
+        self._store = counts
+        self.max_colocate_count = max_colocate_count
 
     @property
     def world_size(self) -> int:
@@ -79,8 +73,6 @@ class RayResourcePool(ResourcePool):
         warm_start: whether the processes of a node are forked from one that has imported torch, where that is safe;
             see ``mcontroller.ray.warm_start``.
         channel: ports of the processes, and the size of values that travel inside messages.
-        record_collectives: whether each process records its last collectives, so that ``CallTimeout`` reports which
-            rank waits for which, in which collective; see docs/reliability.md.
         threads: threads that each process computes with on the CPU. By default OMP_NUM_THREADS of the node's Ray if
             it is set, or the CPUs that a process asks for; otherwise, without GPUs, the cores of the node divided by
             the processes of a group there, and those of a group of each other pool of one ``ResourcePoolManager``; and
@@ -105,7 +97,6 @@ class RayResourcePool(ResourcePool):
         isolate_gpus: bool = False,
         warm_start: bool = True,
         channel: ChannelOptions | None = None,
-        record_collectives: bool = True,
         threads: int | None = None,
         logs: str | os.PathLike[str] | None = None,
         spare_bundles: int = 0,
@@ -121,7 +112,6 @@ class RayResourcePool(ResourcePool):
         self.isolate_gpus = isolate_gpus
         self.warm_start = warm_start
         self.channel = channel or ChannelOptions()
-        self.record_collectives = record_collectives
         self.threads = threads
         self.logs = None if logs is None else os.path.abspath(logs)
         self._beside: tuple[Reservation, ...] = ()
@@ -325,7 +315,6 @@ class ResourcePoolManager:
         max_colocate_count: slots of each bundle, of all pools or by name of the pool; by default one for every role in
             the pool.
         isolate_gpus: whether each process sees only its own GPU; see ``RayResourcePool``.
-        record_collectives: whether each process records its last collectives; see ``RayResourcePool``.
         threads: threads that each process computes with on the CPU; see ``RayResourcePool``.
         logs: directory for the output of each rank; see ``RayResourcePool``.
         spare_bundles: more bundles on each node; see ``RayResourcePool``.
@@ -340,7 +329,6 @@ class ResourcePoolManager:
     use_gpu: bool = True
     max_colocate_count: int | Mapping[str, int] | None = None
     isolate_gpus: bool = field(default=False, kw_only=True)
-    record_collectives: bool = field(default=True, kw_only=True)
     threads: int | None = field(default=None, kw_only=True)
     logs: str | os.PathLike[str] | None = field(default=None, kw_only=True)
     spare_bundles: int = field(default=0, kw_only=True)
@@ -378,7 +366,6 @@ class ResourcePoolManager:
             name,
             max_colocate_count=self.slots_of(name),
             isolate_gpus=self.isolate_gpus,
-            record_collectives=self.record_collectives,
             threads=self.threads,
             logs=self.logs,
             spare_bundles=self.spare_bundles,

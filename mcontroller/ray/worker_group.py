@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence, Set
-from dataclasses import replace
+import logging
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, Self
 
 from mcontroller.dispatch.registration import check_timeout
 from mcontroller.errors import ConfigError, ResourceError
 from mcontroller.group import WorkerGroup
-from mcontroller.locality import check_axes, locality_lines, log_findings
+from mcontroller.locality import locality_lines
 from mcontroller.ray.calls.executor import GroupProcesses, RayExecutor
 from mcontroller.ray.class_with_init import RayClassWithInitArgs, Roles, check_class_with_init
 from mcontroller.ray.detached import attach, find
@@ -17,6 +17,8 @@ from mcontroller.ray.launch import launch
 from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.worker import W_co
 from parallel_state.topology import Topology
+
+_logger = logging.getLogger(__name__)
 
 
 class RayWorkerGroup(WorkerGroup[W_co]):
@@ -34,12 +36,9 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         timeout: deadline in seconds of calls that set none; None for no deadline.
         start_timeout: deadline in seconds of the start.
         topology: the coordinates of the ranks, for workers that do not report their own.
-        axes_across_nodes: axes of Megatron workers (tp, cp, ep, etp) that may cross nodes without a warning at the
-            start.
 
     Raises:
-        ConfigError: ``ray_cls_with_init`` is a bare class, an init argument cannot be pickled, or
-            ``axes_across_nodes`` has another name.
+        ConfigError: ``ray_cls_with_init`` is a bare class, or an init argument cannot be pickled.
         DispatchError: a deadline is not above 0.
         ResourceError: the pool is of another type or has no free slot, or the cluster is too small.
         GroupError: a worker's constructor raised, a process ended, or the start took longer than ``start_timeout``.
@@ -47,7 +46,6 @@ class RayWorkerGroup(WorkerGroup[W_co]):
 
     executor: RayExecutor
     resource_pool: RayResourcePool | None
-    axes_across_nodes: Collection[str] = ()
 
     def __init__(
         self,
@@ -59,17 +57,14 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         timeout: float | None = None,
         start_timeout: float | None = 600.0,
         topology: Topology | None = None,
-        axes_across_nodes: Collection[str] = (),
     ) -> None:
         check_class_with_init(ray_cls_with_init)
-        check_axes(axes_across_nodes)
         check_timeout(timeout)
         check_timeout(start_timeout)
         if not isinstance(resource_pool, RayResourcePool):
             raise ResourceError(
                 f"resource_pool is {resource_pool!r}; expected a RayResourcePool, as RayResourcePool([4])"
             )
-        self.axes_across_nodes = axes_across_nodes
         init = ray_cls_with_init
         name = name_prefix or init.default_name
         roles = init.roles_of(name)
@@ -158,8 +153,8 @@ class RayWorkerGroup(WorkerGroup[W_co]):
 
     def fail_stuck_calls(self, seconds: float) -> None:
         """Report calls that run for so many seconds from now on, and fail those whose ranks wait for each other."""
-        handles = self._processes.handles
-        handles.options = replace(handles.options, report_after=seconds, fail_stuck=True)
+        supervision = self._processes.supervision
+        supervision.report_after, supervision.fail_stuck = seconds, True
 
     # ---- several roles in one process ------------------------------------------------------------------------------
 
@@ -193,7 +188,6 @@ class RayWorkerGroup(WorkerGroup[W_co]):
             )
         group = type(self).__new__(type(self))
         worker_cls = self._role_classes[role]
-        group.axes_across_nodes = self.axes_across_nodes
         group._join(self._processes, role, worker_cls, {role: worker_cls}, self.timeout)
         group.resource_pool = self.resource_pool
         return group
@@ -202,7 +196,7 @@ class RayWorkerGroup(WorkerGroup[W_co]):
 class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
     """A RayWorkerGroup of Megatron workers, which collects the topology from Megatron at the start.
 
-    It logs a warning if tp, cp, ep or etp crosses nodes; see ``axes_across_nodes``.
+    It logs a warning if tp, cp, ep or etp crosses nodes.
 
     Args: see ``RayWorkerGroup``.
 
@@ -233,6 +227,6 @@ class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
         reported = name in processes.supervision.coordinates  # by another group of the same role
         super()._join(processes, name, worker_cls, role_classes, timeout, topology)
         if topology is None and hasattr(worker_cls, "get_megatron_rank_info"):
-            lines = locality_lines(self.collect_topology(), self.axes_across_nodes)
-            if not reported:
-                log_findings(lines, self.name)
+            lines = locality_lines(self.collect_topology())
+            if lines and not reported:
+                _logger.warning("group %s: %s", self.name, ". ".join(lines))

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import pytest
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from parallel_state.verify.outcome import Outcome
     from parallel_state.verify.program import Program
     from parallel_state.verify.verifier import Verifier
+
+T = TypeVar("T")
 
 MockGroup: TypeAlias = "Callable[..., MockWorkerGroup[Any]]"
 """The type of the fixture ``mock_group``: called as ``mcontroller.testing.mock_worker_group``."""
@@ -70,46 +73,37 @@ def _install_cpu_layer() -> None:
     cpu.install()
 
 
+@contextlib.contextmanager
+def _entering(make: Callable[..., AbstractContextManager[T]]) -> Iterator[Callable[..., T]]:
+    """Give a function that enters what ``make`` returns, until the block ends."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(make(*args, **kwargs))
+
+
 @pytest.fixture
 def mock_group() -> Iterator[MockGroup]:
     """Make mocked worker groups that end with the test; see ``MockGroup``."""
-    from mcontroller.testing.mocked_groups import (
-        mock_worker_group,  # imported by the tests that need it: it loads torch and Megatron
-    )
+    from mcontroller.testing.mocked_groups import mock_worker_group  # loads torch and Megatron, only if a test needs it
 
-    with contextlib.ExitStack() as stack:
-
-        def make(*args: Any, **kwargs: Any) -> MockWorkerGroup[Any]:
-            return stack.enter_context(mock_worker_group(*args, **kwargs))
-
+    with _entering(mock_worker_group) as make:
         yield make
 
 
 @pytest.fixture
 def simulated_group() -> Iterator[SimulatedGroupMaker]:
     """Make simulated worker groups that end with the test; see ``SimulatedGroupMaker``."""
-    from mcontroller.testing.simulated_groups import (
-        simulated_worker_group,  # imported by the tests that need it: it loads torch and Megatron
-    )
+    from mcontroller.testing.simulated_groups import simulated_worker_group  # as above
 
-    with contextlib.ExitStack() as stack:
-
-        def make(*args: Any, **kwargs: Any) -> SimulatedWorkerGroup[Any]:
-            return stack.enter_context(simulated_worker_group(*args, **kwargs))
-
+    with _entering(simulated_worker_group) as make:
         yield make
 
 
 @pytest.fixture
 def mock_rank() -> Iterator[MockRank]:
     """Run the rest of the test as one rank of a layout; see ``MockRank``."""
-    from mcontroller.testing.mocked_groups import mocked_rank
+    from mcontroller.testing.mocked_groups import mocked_rank  # as above
 
-    with contextlib.ExitStack() as stack:
-
-        def enter(layout: int | ParallelLayout | Topology, rank: int) -> dict[str, int]:
-            return stack.enter_context(mocked_rank(layout, rank))
-
+    with _entering(mocked_rank) as enter:
         yield enter
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from mcontroller.errors import DataError
 from mcontroller.trace.recorder import CONTROLLER, FOLDER
 
-NAMES = b'{"names":['
 DERIVED = {"etp", "edp"}
 """Axes of experts, whose index follows from the others."""
 
@@ -148,23 +147,13 @@ def _lane(paths: list[Path], last: int | None = None) -> TraceLane:
     """Return the events of files, or those of the last lines."""
     lane = TraceLane()
     for path in paths:
-        names: list[str] = []
         try:
-            lines = _lines(path)
-            for left, text in zip(range(len(lines), 0, -1), lines, strict=True):
-                if last is not None and left > last and text.startswith(NAMES):
-                    names += json.loads(text[len(NAMES) - 1 : text.index(b"]") + 1])  # a name has no bracket
-                    continue
-                line = json.loads(text)
-                if "lane" in line:
-                    lane.about |= line
-                    continue
-                names += line["names"]
-                columns = [line[column] for column in ("name", "begin", "took", "waiting", "number")]
-                columns[0] = [names[index] for index in columns[0]]
-                columns[1] = accumulate(columns[1])
-                lane.events += map(TraceEvent, *columns)
-        except (ValueError, KeyError, IndexError, TypeError, zlib.error) as error:
+            lines = [json.loads(text) for text in _lines(path)]
+            lane.about |= {key: value for line in lines if isinstance(line, dict) for key, value in line.items()}
+            columns = [line for line in lines if isinstance(line, list)]
+            for names, begins, *others in columns if last is None else columns[-last:]:
+                lane.events += map(TraceEvent, names, accumulate(begins), *others)
+        except (ValueError, TypeError, zlib.error) as error:
             raise DataError(f"{path} is damaged: {type(error).__name__}: {error}", path=str(path)) from error
     lane.events.sort(key=lambda event: (event.begin, -event.took))
     return lane

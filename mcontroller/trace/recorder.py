@@ -69,7 +69,6 @@ class TraceRecorder:
         self._path, self._segment = directory / f"{lane}.jsonl.gz", segment
         self._events: deque[tuple[str, int, int, int, int]] = deque()
         self._flushed, self._written, self._described = now(), 0, False
-        self._names: dict[str, int] = {}
         self._deflate = zlib.compressobj(6, wbits=31)
         self._failed = False
         self._lock = threading.Lock()
@@ -134,16 +133,12 @@ class TraceRecorder:
                 _logger.warning("%s is not continued: %s", self._path, error)
 
     def _write(self, events: list[tuple[str, int, int, int, int]]) -> None:
-        names, known, last = self._names, len(self._names), 0
-        columns: dict[str, list[Any]] = {"name": [], "begin": [], "took": [], "waiting": [], "number": []}
+        rows, last = [], 0
         for name, begin, end, waiting, number in events:
-            columns["name"].append(names.setdefault(name, len(names)))
-            columns["begin"].append(begin // 1000 - last)
-            columns["took"].append(end // 1000 - begin // 1000)  # an event inside another stays inside
-            columns["waiting"].append(waiting // 1000)
-            columns["number"].append(number)
+            took = end // 1000 - begin // 1000  # an event inside another stays inside
+            rows.append((name, begin // 1000 - last, took, waiting // 1000, number))
             last = begin // 1000
-        lines = [{"names": list(names)[known:], **columns}]
+        lines: list[Any] = [list(zip(*rows, strict=True))]
         if not self._described:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lines.insert(0, self.about)
@@ -160,7 +155,7 @@ class TraceRecorder:
         with open(self._path, "ab") as file:
             file.write(self._deflate.flush())
         os.replace(self._path, self._path.with_name(f"{self.about['lane']}.old.jsonl.gz"))
-        self._deflate, self._names = zlib.compressobj(6, wbits=31), {}
+        self._deflate = zlib.compressobj(6, wbits=31)
         self._written, self._described = 0, False
 
 

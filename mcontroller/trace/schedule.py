@@ -30,21 +30,19 @@ class ScheduleTimers:
     """
 
     def __init__(self, trace: TraceRecorder, *, on_gpu: bool) -> None:
-        self._timers: dict[str, _HostTimer | _CudaTimer] = {}
+        self._timers: dict[str, _Timer] = {}
         self._on_gpu, self._ran = on_gpu, list[tuple[str, Any, Any, int]]()
         if on_gpu:
             trace.deferred.append(lambda: self._resolve(trace))
 
-    def __call__(self, name: str, log_level: int | None = None) -> _HostTimer | _CudaTimer:
+    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
         """Return the timer of a name."""
         if name not in self._timers:
-            event = name.removesuffix("-compute")
-            self._timers[name] = _CudaTimer(event, self._ran) if self._on_gpu else _HostTimer(event)
+            self._timers[name] = _Timer(name.removesuffix("-compute"), self._ran if self._on_gpu else None)
         return self._timers[name]
 
     def _resolve(self, trace: TraceRecorder) -> None:
-        last = _cuda.Event(enable_timing=True)
-        last.record()
+        last = _recorded_event()
         last.synchronize()
         now = time.monotonic_ns()
         for name, begin, end, number in self._ran:
@@ -52,33 +50,28 @@ class ScheduleTimers:
             trace.add(name, now - ago[0], now - ago[1], number)
 
 
-class _HostTimer:
-    def __init__(self, name: str) -> None:
-        self._name, self._count = name, 0
+class _Timer:
+    """Adds an event to the trace with the time from ``start`` to ``stop``; or to ``ran``, with two CUDA events."""
 
-    def start(self, barrier: bool = False) -> Self:
-        self._timer = start_timer(number=self._count)
-        return self
-
-    def stop(self, barrier: bool = False) -> None:
-        self._timer(self._name)
-        self._count += 1
-
-
-class _CudaTimer:
-    def __init__(self, name: str, ran: list[tuple[str, Any, Any, int]]) -> None:
+    def __init__(self, name: str, ran: list[tuple[str, Any, Any, int]] | None) -> None:
         self._name, self._ran, self._count = name, ran, 0
 
     def start(self, barrier: bool = False) -> Self:
-        self._begin = _cuda.Event(enable_timing=True)
-        self._begin.record()
+        self._begin: Any = start_timer(number=self._count) if self._ran is None else _recorded_event()
         return self
 
     def stop(self, barrier: bool = False) -> None:
-        end = _cuda.Event(enable_timing=True)
-        end.record()
-        self._ran.append((self._name, self._begin, end, self._count))
+        if self._ran is None:
+            self._begin(self._name)
+        else:
+            self._ran.append((self._name, self._begin, _recorded_event(), self._count))
         self._count += 1
+
+
+def _recorded_event() -> Any:
+    event = _cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @contextlib.contextmanager

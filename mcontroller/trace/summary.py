@@ -1,4 +1,4 @@
-"""What a trace shows: ranks that are slower than others at the same work, a pipeline's bubble, where the time goes."""
+"""What a trace shows: ranks that are slower than others at the same work, and where the time goes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ WORTH_US, WORTH = 2_000, 0.01
 COMPUTING = ("forward", "backward", "optimizer")
 """The parts of a method that are compared by themselves."""
 NOTHING_SLOW = "no rank is slower than its peers"
-OWN_OF_CONTROLLER = ("plan ", "split ", "send ", "collect ")
-"""The begins of the names of events in which the controller works on a call."""
 
 
 @dataclass(frozen=True)
@@ -135,84 +133,6 @@ def _counts(calls: Sequence[dict[int, int]], whole: Iterable[dict[int, int]]) ->
     return took >= max(SHORTEST_US, 0.1 * median(median(call.values()) for call in whole))
 
 
-@dataclass(frozen=True)
-class Bubble:
-    """The idle share of a pipeline's ranks between their first forward and their last backward.
-
-    Attributes:
-        work: the method.
-        measured: mean over the ranks and passes.
-        on_paper: ``(pp - 1) / (m * vpp + pp - 1)`` for ``m`` micro-batches, mean over the passes.
-        passes: the number of mini-batches.
-    """
-
-    work: str
-    measured: float
-    on_paper: float
-    passes: int
-
-    def __str__(self) -> str:
-        return f"bubble of {self.work}: {self.measured:.0%} measured, {self.on_paper:.0%} on paper"
-
-
-def bubbles(trace: RunTrace) -> list[Bubble]:
-    """Return the bubble of each method that runs a pipeline forward and backward."""
-    pipelines: dict[tuple[object, ...], list[TraceLane]] = defaultdict(list)
-    for lane in trace.ranks:
-        axes = tuple(sorted((axis, index) for axis, index in lane.coordinates.items() if axis != "pp"))
-        pipelines[lane.about["group"], lane.about.get("launch"), axes].append(lane)
-    idle_shares: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for lanes in pipelines.values():
-        stages = len({lane.coordinates.get("pp", 0) for lane in lanes})
-        passes: dict[tuple[str, int, int], list[list[TraceEvent]]] = defaultdict(list)
-        for lane in lanes if stages > 1 else ():
-            for call, inside in calls_of(lane):
-                windows = [event for event in inside if event.name == "forward-backward"]
-                for index, window in enumerate(windows):
-                    computed = [event for event in inside if event.name in COMPUTING and _is_in(event, window)]
-                    if any(event.name == "backward" for event in computed):
-                        passes[call.name, call.number, index].append(computed)
-        for (work, _, _), ranks in passes.items():
-            if len(ranks) == stages:
-                idle_shares[work].append(_idle(ranks))
-    return [
-        Bubble(work, mean(idle for idle, _ in shares), mean(paper for _, paper in shares), len(shares))
-        for work, shares in idle_shares.items()
-    ]
-
-
-def _is_in(event: TraceEvent, window: TraceEvent) -> bool:
-    return window.begin <= event.begin and event.end <= window.end
-
-
-def _idle(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[float, float]:
-    begin = min(event.begin for events in ranks for event in events)
-    end = max(event.end for events in ranks for event in events)
-    busy = sum(event.took for events in ranks for event in events)
-    forwards = max(sum(event.name == "forward" for event in events) for events in ranks)
-    stages = len(ranks)
-    return 1 - busy / max(1, stages * (end - begin)), (stages - 1) / (forwards + stages - 1)
-
-
-def stage_shares(trace: RunTrace) -> dict[str, float]:
-    """Return the share of each stage in the time of the steps, the longest first, and what the controller needs itself.
-
-    Stages that run at the same time count each. ``controller`` is the time in which no stage runs, and the planning,
-    splitting, sending and collecting of calls in the stages.
-    """
-    took, total = Counter[str](), 0
-    events = (event for lane in trace.controllers for event in lane.events)
-    for step, inside in _by_step(trace, events):
-        total += step.took
-        stages = [event for event in inside if event.name.startswith("stage ")]
-        for event in stages:
-            took[event.name.removeprefix("stage ")] += event.took
-        calls = [event for event in inside if event.name.startswith(OWN_OF_CONTROLLER)]
-        in_stages = [call for call in calls if any(_is_in(call, stage) for stage in stages)]
-        took["controller"] += step.took - _union(stages) + sum(call.took for call in in_stages)
-    return {name: share / total for name, share in took.most_common()}
-
-
 def critical_path(trace: RunTrace) -> dict[str, float]:
     """Return what the steps wait for, from the end of each back to its begin: shares of their time, the longest first.
 
@@ -244,10 +164,8 @@ def summary_lines(trace: RunTrace) -> list[str]:
         return ["the trace has no whole step"]
     seconds = [step.took / 1e6 for step in steps.values()]
     lines = [f"{len(steps)} steps, {min(steps)} to {max(steps)}: median {median(seconds):.3g} s"]
-    lines.append("stages: " + ", ".join(f"{name} {share:.0%}" for name, share in stage_shares(trace).items()))
     path = ", ".join(f"{name} {share:.0%}" for name, share in critical_path(trace).items() if share >= 0.005)
     lines.append(f"critical path: {path}")
-    lines += map(str, bubbles(trace))
     lines += list(map(str, stragglers(trace))) or [NOTHING_SLOW]
     return lines
 
@@ -268,11 +186,3 @@ def _by_step(trace: RunTrace, events: Iterable[TraceEvent]) -> Iterator[tuple[Tr
         if index >= 0 and event.name != "step" and event.end <= steps[index].end:
             inside[index].append(event)
     return zip(steps, inside, strict=True)
-
-
-def _union(events: Sequence[TraceEvent]) -> int:
-    covered, reached = 0, 0
-    for event in sorted(events, key=lambda event: event.begin):
-        covered += max(0, event.end - max(event.begin, reached))
-        reached = max(reached, event.end)
-    return covered

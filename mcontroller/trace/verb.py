@@ -1,4 +1,4 @@
-"""Write the trace of a run for https://ui.perfetto.dev, and print what it shows: slow ranks, the bubble, the stages.
+"""Write the trace of a run for https://ui.perfetto.dev; print what it shows: slow ranks and the critical path.
 
 examples: mcontroller trace runs/20260101-120000
           mcontroller trace runs/20260101-120000 --steps 10:12

@@ -280,13 +280,6 @@ def test_async_methods_are_awaited_on_their_worker() -> None:
     assert group_of().later(10) == [10, 11, 12, 13, 14, 15, 16, 17]
 
 
-def test_a_subset_of_ranks_can_be_called() -> None:
-    group = group_of()
-    assert [rank for rank, _, _ in group.where.options(ranks=[5, 1])()] == [1, 5]
-    assert group.arguments.options(ranks=[5, 1])(["a", "b"]) == [(1, ("a",), {}), (5, ("b",), {})]
-    assert numbers(group.compute.options(ranks=[2, 3, 6, 7])(numbered(3))) == [0, 1, 2]
-
-
 def test_the_deadline_is_that_of_the_call_then_of_the_method_then_of_the_group() -> None:
     class Timed(Model):
         @register(Dispatch.ONE_TO_ALL, timeout=20)

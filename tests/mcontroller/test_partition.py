@@ -192,7 +192,6 @@ def test_results_that_cannot_be_restored_are_rejected_with_the_numbers() -> None
         ({"n": -1, "k": 2}, {"rows": -1, "shards": 2}),
         ({"n": 4, "k": 0}, {"rows": 4, "shards": 0}),
         ({"n": 4, "k": 0, "padding": "repeat"}, {"rows": 4, "shards": 0}),
-        ({"n": 4, "k": 2, "padding": "wrap"}, {"padding": "wrap"}),
         ({"n": 4, "k": 2, "lengths": [1, 2, 3]}, {"lengths": 3, "rows": 4}),
         ({"n": 3, "k": 2, "lengths": [1, -2, 3]}, {"row": 1, "length": -2}),
         ({"n": 3, "k": 2, "groups": ["a", "b"]}, {"groups": 2, "rows": 3}),

@@ -7,7 +7,6 @@ import pytest
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
-from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray import RayResourcePool, ResourcePoolManager
 from tests.trainer.toy import CALLS, ToyActor, ToyCritic, toy_config, toy_trainer
 from trainer import Role, TrainerConfig
@@ -117,19 +116,3 @@ def test_another_value_of_offload_is_rejected():
 def test_pools_share_bundles_if_they_are_parts_of_one_pool():
     pool, other = RayResourcePool([2], use_gpu=False), RayResourcePool([2], use_gpu=False)
     assert pool.shares_bundles(pool) and not pool.shares_bundles(other)
-
-
-def test_groups_start_with_the_axes_that_are_accepted_across_nodes():
-    received = []
-
-    def start(pool, init, name_prefix, axes_across_nodes=()):
-        received.append(axes_across_nodes)
-        return LocalWorkerGroup(init, 1, name_prefix=name_prefix)
-
-    for axes in ((), ("cp", "tp")):
-        with toy_trainer(toy_config(1, axes_across_nodes=axes), ray_worker_group_cls=start) as trainer:
-            trainer.init_workers()
-    assert received == [(), (), ("cp", "tp"), ("cp", "tp")]
-    with pytest.raises(ConfigError) as caught:
-        TrainerConfig(axes_across_nodes=("dp",))
-    assert (caught.value.key, caught.value.value) == ("trainer.axes_across_nodes", ("dp",))

@@ -50,8 +50,6 @@ class PoolConfig:
     """Reserve GPUs; False runs on CPUs."""
     isolate_gpus: bool = False
     """Each process sees only its own GPU, as cuda:0, instead of the GPUs of all ranks of its group on the node."""
-    record_collectives: bool = True
-    """Each process records its last collectives; ``CallTimeout`` then reports which rank waits for which."""
     threads: int | None = None
     """Threads that each process computes with on the CPU. None: OMP_NUM_THREADS if it is set; otherwise, without GPUs,
     the cores of the node divided by the bundles of all pools on it."""
@@ -72,8 +70,7 @@ class NamedPoolConfig:
     """Another resource pool, with a slot in each bundle for every role in it."""
 
     field_hints: ClassVar[Mapping[str, str]] = {
-        name: f"pool.{name} holds for all pools"
-        for name in ("use_gpu", "isolate_gpus", "record_collectives", "threads", "spare_bundles")
+        name: f"pool.{name} holds for all pools" for name in ("use_gpu", "isolate_gpus", "threads", "spare_bundles")
     }
 
     process_on_nodes: list[int]

@@ -68,7 +68,6 @@ def pools_of(config: RunConfig, roles: Iterable[Role]) -> ResourcePoolManager:
         use_gpu=pool.use_gpu,
         max_colocate_count=None if pool.max_colocate_count is None else {MAIN_POOL: pool.max_colocate_count},
         isolate_gpus=pool.isolate_gpus,
-        record_collectives=pool.record_collectives,
         threads=pool.threads,
         spare_bundles=pool.spare_bundles,
         logs=None if config.run_dir is None else Path(config.run_dir, "logs"),

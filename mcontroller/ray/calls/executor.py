@@ -24,7 +24,6 @@ from typing_extensions import Buffer
 from mcontroller.channel.controller import CallOrder, Hub, ask, notify, notify_from_finalizer
 from mcontroller.channel.wire import CallHeader, Place, pack_call, unpack_answer
 from mcontroller.errors import CallRejected, DataError, GroupBroken, GroupError, ResourceError, WorkerDied
-from mcontroller.ray.calls.hangs import stopped_ranks
 from mcontroller.ray.calls.supervision import (
     LOST_SECONDS,
     QUERY_SECONDS,
@@ -49,9 +48,6 @@ from mcontroller.transport import Arguments, Deferred
 
 PLACE_SECONDS = 0.5
 """Time between two looks whether rank 0, which was asked for a place, still exists."""
-
-STOPPED_SECONDS = 2.0
-"""Time between two looks at the processes that ``before_shutdown`` waits for, and for their answers."""
 
 
 class RayExecutor:
@@ -226,9 +222,7 @@ class RayExecutor:
 
         Raises:
             WorkerError: a worker's ``before_shutdown`` raised; the processes have been ended all the same.
-            CallTimeout: ``before_shutdown`` did not return in time, or a process is stopped by a signal; the processes
-                have been ended all the same.
-            ResourceError: processes could not be ended. They keep their slots; a second call tries again.
+            CallTimeout: ``before_shutdown`` did not return in time; the processes have been ended all the same.
         """
         processes = self.processes
         try:
@@ -241,35 +235,11 @@ class RayExecutor:
                         call = of_process.submit("before_shutdown", nothing, (), timeout=timeout)
             if call is not None:
                 for keeping in tuple(processes.supervision.keeping):
-                    _read_before_end(keeping, call)
-                _await_end(call)
+                    keeping.read_before_end(call.remaining())
+                with contextlib.suppress(WorkerDied):
+                    call.check()
         finally:
             processes.handles.end()
-            processes.handles.check_ended(processes.name)
-
-
-def _read_before_end(keeping: GroupCall, last: GroupCall) -> None:
-    """Read the values that the processes keep, before ``last`` is due, but not of a process that is stopped."""
-    while not keeping.read_before_end(last.remaining(STOPPED_SECONDS) or 0.0):
-        _break_if_stopped(last, keeping.ranks)
-        if last.remaining() == 0.0:
-            return
-
-
-def _break_if_stopped(call: GroupCall, ranks: Sequence[int]) -> None:
-    if stopped_ranks(call.supervision.handles.infos, ranks, STOPPED_SECONDS):
-        call.end_late(time.monotonic() - call.started)
-        call.check()
-
-
-def _await_end(call: GroupCall) -> None:
-    """Wait for ``before_shutdown`` of all workers, but not for a process that is stopped by a signal."""
-    with contextlib.suppress(WorkerDied):
-        while (left := call.remaining()) is None or left > STOPPED_SECONDS:
-            if call.wait(STOPPED_SECONDS):
-                break
-            _break_if_stopped(call, sorted(call.pending))
-        call.check()
 
 
 class GroupProcesses:
@@ -354,7 +324,7 @@ class GroupProcesses:
         """End these processes, and have others of the same roles run the calls from now on.
 
         Raises:
-            ResourceError: another driver has started these processes, they cannot be ended, or there is no slot.
+            ResourceError: another driver has started these processes, or there is no slot.
         """
         if self.launch_again is None:
             raise ResourceError(
@@ -365,7 +335,6 @@ class GroupProcesses:
         restarted = GroupError(f"group {self.name} was restarted", role=self.name)
         cause = self.supervision.break_group(lambda: restarted)
         self.handles.end()
-        self.handles.check_ended(self.name)
         self.handles.enter(GroupState.RESTARTING)
         try:
             after = self.launch_again(timeout, self.handles.gone)
@@ -467,20 +436,12 @@ class GroupCall(SentCall):
         finally:  # a rank that prepared and gets no decision would wait forever
             notify(addresses, "commit", self._caller, self.number, on_all)
 
-    def read_before_end(self, timeout: float) -> bool:
-        """Read values that the processes keep, because they are about to be ended; return whether all are read.
-
-        Args:
-            timeout: seconds to wait for them.
-        """
+    def read_before_end(self, timeout: float | None) -> None:
+        """Read values that the processes keep, because they are about to be ended; at most for these seconds."""
         if self.keep and self._values is None and self.state is CallState.ANSWERED:
-            try:
+            # the reader gets the reason why the group ended
+            with contextlib.suppress(ValuesLate, GroupError, ArgumentFailed):
                 self._values = fetch(self.parts, timeout)
-            except ValuesLate:
-                return False
-            except (GroupError, ArgumentFailed):  # the reader gets the reason why the group ended
-                pass
-        return True
 
     @property
     def parts(self) -> list[Any]:

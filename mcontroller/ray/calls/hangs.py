@@ -15,7 +15,7 @@ import ray
 from mcontroller.channel.controller import ask
 from mcontroller.errors import CallTimeout
 from mcontroller.ray.calls.failures import RankLabel
-from mcontroller.ray.node_processes import NODE_SECONDS, SLOW, NodeProcess, begin_on_node, why_silent
+from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node
 from mcontroller.ray.process import ProcessInfo, ProcessPosition
 from parallel_state.hangs.record import RankRecord, read_rank_record
 from parallel_state.hangs.report import RecordedRanks
@@ -23,6 +23,8 @@ from parallel_state.hangs.report import RecordedRanks
 _FROZEN = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": "has died", "": "has died"}
 """The states of processes that do not run, as ps has them, in the words of reports."""
 
+IN_NATIVE_CODE = "is in native code"
+"""What is said of a process that runs and does not answer: the code holds the interpreter, or waits in the kernel."""
 
 QUICK_SECONDS = 0.3
 """Time in which most processes answer; of the others it is first found out whether they are stopped or have ended."""
@@ -72,7 +74,7 @@ def look_at_ranks(
     stacks = {
         rank: positions[rank].stack
         if rank in positions
-        else f"(no stack from {infos[rank].address.queries}: {outside[rank].reason})"
+        else f"(no stack from {infos[rank].address.queries}: the process {states[rank] or IN_NATIVE_CODE})"
         for rank in late
     }
     ranks = RecordedRanks(
@@ -131,50 +133,21 @@ def late_error(
     )
 
 
-def frozen_ranks(infos: Sequence[ProcessInfo], ranks: Sequence[int]) -> dict[int, tuple[str, bool]]:
-    """Return why ranks do not answer, and whether they cannot go on by themselves; "" if they are only slow.
-
-    Args:
-        infos: where the process of every rank runs.
-        ranks: those that do not answer.
-    """
-    reasons = {}
-    for rank, view in zip(ranks, _read_from_outside([infos[rank] for rank in ranks]), strict=True):
-        runs = view.state == _FROZEN["Z"] or view.reason.startswith(SLOW)  # the end of a process is found otherwise
-        reasons[rank] = "" if runs else view.reason, bool(view.state)
-    return reasons
-
-
 def _positions(infos: Sequence[ProcessInfo], ranks: Sequence[int], timeout: float) -> dict[int, ProcessPosition]:
     answers = ask([infos[rank].address for rank in ranks], "position", timeout=timeout)
     return {rank: answer[0] for rank, answer in zip(ranks, answers, strict=True) if answer is not None}
 
 
-def stopped_ranks(infos: Sequence[ProcessInfo], ranks: Sequence[int], timeout: float) -> list[int]:
-    """Return the ranks whose process is stopped by a signal or a debugger, and cannot go on by itself.
-
-    Args:
-        infos: where the process of every rank runs.
-        ranks: those to ask.
-        timeout: seconds to wait for the answers of the processes. Those that answer are not stopped.
-    """
-    answers = ask([infos[rank].address for rank in ranks], "idle", timeout=timeout)
-    silent = [rank for rank, answer in zip(ranks, answers, strict=True) if answer is None]
-    states = [view.state for view in _read_from_outside([infos[rank] for rank in silent])]
-    return [rank for rank, state in zip(silent, states, strict=True) if state in (_FROZEN["T"], _FROZEN["t"])]
-
-
 def _activity(position: ProcessPosition | None, state: str) -> str:
     if position is None:
-        return state or "is in native code"
+        return state or IN_NATIVE_CODE
     return f"is in no collective, at {position.line}" if position.line else "runs no call"
 
 
 class _Outside(NamedTuple):
-    """What the node of a process knows of it: its state if it does not run, why it is silent, and its record."""
+    """What the node of a process knows of it: its state if it does not run, and its record."""
 
     state: str
-    reason: str
     record: RankRecord | None
 
 
@@ -195,15 +168,13 @@ def _read_from_outside(infos: Sequence[ProcessInfo]) -> list[_Outside]:
             views.update(zip(references[reference], ray.get(reference), strict=True))
         except ray.exceptions.RayError:  # the node is gone
             continue
-    return [views.get(info) or _Outside("", f"its node {info.node} does not answer either", None) for info in infos]
+    return [
+        views.get(info) or _Outside(f"is on node {info.node}, which does not answer either", None) for info in infos
+    ]
 
 
 def _read(keys: Sequence[tuple[NodeProcess, int | None]]) -> list[_Outside]:
     return [
-        _Outside(
-            _FROZEN.get(process.state, ""),
-            why_silent(process),
-            None if record is None else read_rank_record(process.pid, record),
-        )
+        _Outside(_FROZEN.get(process.state, ""), None if record is None else read_rank_record(process.pid, record))
         for process, record in keys
     ]

@@ -5,10 +5,9 @@ nothing more is sent to them: they are killed at once (``ProcessHandles.end``). 
 cause: WorkerDied with the exit status and the last lines of the log of a rank that died, WorkerError for an exception,
 CallTimeout or ConnectionLost. Later calls raise GroupBroken with this cause, until ``restart`` starts other processes.
 
-Two threads watch the group, whether a call waits or not, and find the first cause; the threads of the program only wait
-for answers. One sleeps until something happens: a process that this one can see ends, a task on another node or Ray
-reports the end of one, or a connection is lost. The other asks every process regularly whether it answers, and finds
-out about those that do not: they are stopped, or in native code that holds the interpreter, or their node is silent.
+One thread watches the group, whether a call waits or not, and finds the first cause; the threads of the program only
+wait for answers. It sleeps until something happens: a process that this one can see ends, Ray reports the end of one,
+or a connection is lost. Once a second it looks whether a call is late, and what its ranks do.
 
 The states of a group are in ``process_handles``; those of a call and of a connection, and what follows them:
 
@@ -33,17 +32,14 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from typing_extensions import Buffer
 
-from mcontroller.channel.controller import RECONNECT_SECONDS, Hub, ask
-from mcontroller.channel.options import ChannelOptions
+from mcontroller.channel.controller import RECONNECT_SECONDS, Hub
 from mcontroller.errors import CallRejected, ConnectionLost, GroupError
 from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, first_cause
-from mcontroller.ray.calls.hangs import frozen_ranks, late_error, look_at_ranks
-from mcontroller.ray.process import ProcessInfo
+from mcontroller.ray.calls.hangs import late_error, look_at_ranks
 from mcontroller.ray.process_handles import GroupState, ProcessHandles
 from mcontroller.ray.values.handles import ArgumentLost, ValuesLate
 from mcontroller.transport import rejection
@@ -67,16 +63,7 @@ FAIL_LOOKS = 10
 """A call fails after so many times ``report_after``, if stuck calls fail."""
 
 IDLE_SECONDS = 1.0
-"""Time after which a thread notices that its group does not exist any more."""
-
-TICK_SECONDS = 0.5
-"""Time between two looks whether a call is late or a question is due."""
-
-ANSWER_SECONDS = 0.3
-"""Time in which nearly every process answers; one that does not is asked again."""
-
-SECONDS_OF_RANK = 0.002
-"""Least time between two questions, for each rank: that of 1,000 ranks is 2 s, so that they take a bounded time."""
+"""Time after which the watch looks again whether a call is late, and whether its group still exists."""
 
 VALUES_LATE = "has ended, but its values did not arrive in"
 
@@ -239,6 +226,9 @@ class Supervision:
 
     Attributes:
         coordinates: index on each axis, by role and rank, as far as known.
+        report_after: ``ChannelOptions.report_after``, which a program may change between calls.
+        fail_stuck: whether such a call fails, as after a deadline, if its ranks still wait for the same twice as long
+            after the report, or after ``FAIL_LOOKS`` times ``report_after`` in any case.
         calls: the calls in flight, by number.
         keeping: calls whose values the processes keep, as long as the calls exist.
         failures: the call, the rank and the error of each failure whose cause is looked for.
@@ -248,6 +238,7 @@ class Supervision:
     def __init__(self, name: str, handles: ProcessHandles, hub: Hub, *, detached: bool) -> None:
         self.name, self.handles, self.hub, self.detached = name, handles, hub, detached
         self.coordinates: dict[str, Sequence[Mapping[str, int]]] = {}
+        self.report_after, self.fail_stuck = handles.options.report_after, False
         self.calls: dict[int, SentCall] = {}
         self.keeping: weakref.WeakSet[Any] = weakref.WeakSet()
         self.failures: list[tuple[SentCall | None, int, BaseException]] = []
@@ -264,12 +255,8 @@ class Supervision:
     def start(self) -> None:
         """Watch the processes from now on."""
         _living.add(self)
-        itself, descriptors = weakref.ref(self), self.handles.watch(self._wake.set)
-        for watch, *arguments in (
-            (_watch_ends, itself, self._wake, descriptors),
-            (_watch_answers, itself, self.handles.infos, self.handles.options),
-        ):
-            threading.Thread(target=watch, args=arguments, name=watch.__name__, daemon=True).start()
+        arguments = weakref.ref(self), self._wake, self.handles.watch(self._wake.set)
+        threading.Thread(target=_watch, args=arguments, name=f"watch {self.name}", daemon=True).start()
 
     @property
     def state(self) -> GroupState:
@@ -373,6 +360,7 @@ class Supervision:
             with self._lock:
                 if not self.handles.ended:
                     self._look_for_failures()
+            self._look_for_late_call()
         except Exception as error:  # without the watch, calls would wait forever
             text = f"the watch of group {self.name} failed: {type(error).__name__}: {error}"
             _logger.exception("%s", text)
@@ -381,7 +369,7 @@ class Supervision:
             self.hub.close()
             return None
         soon = self._connections or any(call.rejections for call in tuple(self.calls.values()))
-        return LOST_SECONDS if soon else float("inf"), self.hub.events_descriptor
+        return LOST_SECONDS if soon else IDLE_SECONDS, self.hub.events_descriptor
 
     def _look_for_failures(self) -> None:
         self.hub.wait(lambda: True, 0)  # receive what has arrived
@@ -407,11 +395,7 @@ class Supervision:
         deaths = self.handles.deaths(tuple(lost))
         for rank, since in lost.items():
             if rank not in deaths and time.monotonic() - since > RECONNECT_SECONDS:
-                deaths[rank] = self._connection_lost(
-                    rank,
-                    f"cannot be reached since {RECONNECT_SECONDS:g} s in {{}}, although Ray reports its process alive: "
-                    f"check that this node can connect to {self.handles.infos[rank].address.calls}",
-                )
+                deaths[rank] = self._connection_lost(rank)
         known = {rank for _, rank, _ in self.failures}
         for rank in deaths.keys() - known:
             self.failed(self._first_call(rank), rank, deaths[rank])
@@ -420,12 +404,12 @@ class Supervision:
         """Return the call that a rank is running, if it has one."""
         return next((call for call in tuple(self.calls.values()) if rank in call.pending), None)
 
-    def _connection_lost(self, rank: int, text: str) -> ConnectionLost:
-        """Return the error for a process that exists; ``text`` says what it does not do, ``{}`` in which method."""
+    def _connection_lost(self, rank: int) -> ConnectionLost:
         call, info = self._first_call(rank), self.handles.infos[rank]
         role, method = (call.role, call.method) if call else (self.name, NO_CALL)
         return ConnectionLost(
-            f"{self._label(role, rank)} {text.format(method)}",
+            f"{self._label(role, rank)} cannot be reached since {RECONNECT_SECONDS:g} s in {method}, although Ray "
+            f"reports its process alive: check that this node can connect to {info.address.calls}",
             role=role,
             rank=rank,
             node=info.node,
@@ -433,24 +417,11 @@ class Supervision:
             method=method,
         )
 
-    def report_late(self) -> bool:
-        """Report who waits for whom in a call that is late, or end the group; return False if the group has ended."""
-        if self.handles.ended:
-            return False
+    def _look_for_late_call(self) -> None:
+        """Report who waits for whom in a call that is late, or end the group."""
         call = next(iter(tuple(self.calls.values())), None)
-        if call is not None and call.pending and self._late.look(call):
+        if call is not None and call.pending and not self.handles.ended and self._late.look(call):
             call.end_late(time.monotonic() - call.started)
-        return not self.handles.ended
-
-    def report_frozen(self, rank: int, seconds: float, reason: str) -> None:
-        """Report a process that has not answered for some seconds; end the group after ``end_frozen_after``."""
-        text = f"has not answered for {seconds:.0f} s in {{}}: {reason}"
-        limit = self.handles.options.end_frozen_after
-        if limit is not None and seconds >= limit:
-            text = f"{text}; end_frozen_after is {limit:g} s"
-            self.break_group(partial(self._connection_lost, rank, text), between_calls=True)
-        elif not self.handles.ended:
-            _logger.warning("%s", self._connection_lost(rank, text))
 
     def time_out(
         self, role: str, method: str, called: Sequence[int], late: Sequence[int], seconds: float, what: str
@@ -595,8 +566,8 @@ class _Wake:
         os.close(self.descriptor)
 
 
-def _watch_ends(group: weakref.ref[Supervision], wake: _Wake, processes: Sequence[int]) -> None:
-    """Have the group look whenever something has happened.
+def _watch(group: weakref.ref[Supervision], wake: _Wake, processes: Sequence[int]) -> None:
+    """Have the group look whenever something has happened, and once a second.
 
     Args:
         group: the supervision of the group.
@@ -610,55 +581,18 @@ def _watch_ends(group: weakref.ref[Supervision], wake: _Wake, processes: Sequenc
             poll = select.poll()
             for descriptor in (wake.descriptor, connections, *processes):
                 poll.register(descriptor, select.POLLIN)
-            poll.poll(min(seconds, IDLE_SECONDS) * 1e3)
+            poll.poll(seconds * 1e3)
             wake.clear()
     finally:
         for descriptor in processes:
             os.close(descriptor)
 
 
-def _watch_answers(group: weakref.ref[Supervision], infos: Sequence[ProcessInfo], options: ChannelOptions) -> None:
-    """Ask every process regularly whether it answers, and have the group report those that do not.
-
-    A frozen process is reported once, and once more after ``end_frozen_after``.
-
-    Args:
-        group: the supervision of the group.
-        infos: where the process of every rank runs.
-        options: settings of the channel.
-    """
-    addresses = [info.address for info in infos]
-    every = None if options.watch_every is None else max(options.watch_every, len(infos) * SECONDS_OF_RANK)
-    begin = time.monotonic()
-    silent: dict[int, float] = {}
-    due: dict[int, float] = {}
-    while (supervision := group()) is not None and supervision.report_late():
-        del supervision
-        time.sleep(TICK_SECONDS if every is None else min(every, TICK_SECONDS))
-        if every is None or time.monotonic() - begin < every:
-            continue
-        begin = time.monotonic()
-        answers = ask(addresses, "ping", timeout=ANSWER_SECONDS)
-        silent = {rank: silent.get(rank, begin) for rank, answer in enumerate(answers) if answer is None}
-        due = {rank: age for rank, age in due.items() if rank in silent}
-        ages = {rank: time.monotonic() - since for rank, since in silent.items()}
-        late_ranks = [rank for rank, age in ages.items() if age >= due.get(rank, options.frozen_after)]
-        for rank, (reason, at_once) in (frozen_ranks(infos, late_ranks) if late_ranks else {}).items():
-            wait = 0.0 if at_once else options.report_after
-            supervision = group()
-            if supervision is not None and reason and wait is not None and ages[rank] >= wait:
-                supervision.report_frozen(rank, ages[rank], reason)
-                due[rank] = options.end_frozen_after or float("inf")
-            else:
-                due[rank] = min(2 * ages[rank], wait or float("inf"), options.end_frozen_after or float("inf"))
-            del supervision
-
-
 class _LateCall:
     """Logs who waits for whom in a call that has had no answer for long: once, and again when it is another wait.
 
     A wait is logged if two looks find the same: ranks of a call that makes progress wait too, but not for long. If they
-    wait for the same much later, and ``options.fail_stuck``, the deadline of the call is now. If no rank waits for
+    wait for the same much later, and ``Supervision.fail_stuck``, the deadline of the call is now. If no rank waits for
     another, their stacks are logged if two looks, of which the second is much later, find the same.
     """
 
@@ -667,20 +601,21 @@ class _LateCall:
 
     def look(self, call: SentCall) -> bool:
         """Look at the oldest call in flight, if it is time to; return whether it is to fail because it is stuck."""
-        handles, coordinates = call.supervision.handles, call.supervision.coordinates.get(call.role, ())
+        supervision = call.supervision
+        coordinates = supervision.coordinates.get(call.role, ())
         if call.number != self._number:
             self._number, self._looked, self._looks = call.number, call.started, 0
             self._waits = self._reported = self._stacks = ""
-        now, left, every = time.monotonic(), call.remaining(), handles.options.report_after
+        now, left, every = time.monotonic(), call.remaining(), supervision.report_after
         if every is None or (left is not None and left < 2 * QUERY_SECONDS):  # then the deadline reports it
             return False
         is_new = self._waits not in ("", self._reported)
         due = self._looked + (AGAIN_SECONDS if is_new else every * 2**self._looks)
-        if now < (min(due, call.started + FAIL_LOOKS * every) if handles.options.fail_stuck else due):
+        if now < (min(due, call.started + FAIL_LOOKS * every) if supervision.fail_stuck else due):
             return False
         self._looks += not is_new  # a look takes seconds if a rank holds the interpreter: ever fewer of a long call
         late = sorted(call.pending)
-        hang = look_at_ranks(handles.infos, coordinates, call.ranks, late, QUERY_SECONDS)
+        hang = look_at_ranks(supervision.handles.infos, coordinates, call.ranks, late, QUERY_SECONDS)
         self._looked = time.monotonic()
         stuck = hang.report != "" and hang.report == self._reported  # since a look at least twice ``every`` ago
         stacks = "" if hang.report else "\n".join(hang.stacks.values())
@@ -690,4 +625,4 @@ class _LateCall:
             who = f"{call.role}.{call.method} has no answer from {len(late)} of {len(call.ranks)} ranks"
             _logger.warning("%s after %.0f s: %s\n\n%s", who, now - call.started, hang.cause, found)
         self._waits, self._stacks = hang.report, stacks
-        return handles.options.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every)
+        return supervision.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every)

@@ -93,15 +93,6 @@ def test_unpad_undoes_padding_to_a_divisor(rows: int, divisor: int) -> None:
 
 
 @unhurried
-@given(st.integers(0, 4), st.integers(1, 5))
-def test_unfold_undoes_fold(groups: int, size: int) -> None:
-    batch = every_kind(groups * size).select(DENSE)
-    folded = batch.fold_batch_dim(groups) if groups else batch.unfold_batch_dim(1)
-    assert len(folded) == groups
-    assert folded.unfold_batch_dim(2 if groups else 1).difference(batch) is None
-
-
-@unhurried
 @given(st.integers(1, 9))
 def test_collating_the_items_of_a_batch_gives_the_batch(rows: int) -> None:
     batch = every_kind(rows).select(DENSE, ["uid", "turns"])
@@ -125,11 +116,10 @@ def test_an_iterator_passes_every_row_once_an_epoch(rows: int, size: int, epochs
 @given(row_counts)
 def test_operations_leave_the_batch_they_are_called_on_as_it_was(rows: int) -> None:
     batch, before = every_kind(rows), every_kind(rows)
-    dense = batch.select(DENSE)
     made = [
         *batch.chunk(3), *batch.split(2), batch[:1], batch[[0] * min(rows, 1)], batch.select("ids"), batch.repeat(2),
         batch.slice().to("cpu"), batch.union(numbered(rows, more=1)), DataProto.concat([batch]), batch.unpad(0),
-        batch.slice().padding(int(rows > 0)), copy.copy(batch), dense.fold_batch_dim(1), dense.unfold_batch_dim(1),
+        batch.slice().padding(int(rows > 0)), copy.copy(batch),
     ]  # fmt: skip
     for part in made:
         part.meta_info["stops"][1].append("c")

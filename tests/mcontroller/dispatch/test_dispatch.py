@@ -98,7 +98,7 @@ def test_an_axis_that_is_not_named_is_collected_at_its_lowest_index() -> None:
     made = plan(Dispatch.MEGATRON_COMPUTE_PROTO, topology)
     assert made.shards == (0, 1, 2, 3, 0, 1, 2, 3)
     assert made.collected == (0, 1, 2, 3)
-    assert plan(Dispatch.over("island", "dp", extra=["island"]), topology).shards == tuple(range(8))
+    assert plan(Dispatch.over("island", "dp"), topology).shards == tuple(range(8))
     backwards = permuted(topology, range(7, -1, -1))
     assert plan(Dispatch.MEGATRON_COMPUTE_PROTO, backwards).collected == (7, 6, 5, 4)
 
@@ -109,33 +109,9 @@ def test_expert_axes_split_and_collect_like_the_others() -> None:
     assert made.collected == (4, 5, 6, 7)
 
 
-def test_a_subset_of_ranks_shares_the_rows_of_all() -> None:
-    made = plan(Dispatch.MEGATRON_COMPUTE_PROTO, TP2_PP2_DP2, ranks=[6, 2, 3, 7])
-    assert (made.ranks, made.shards, made.shard_count, made.collected) == ((2, 3, 6, 7), (0, 0, 0, 0), 1, (6,))
-
-
-def test_a_subset_without_a_collecting_rank_is_rejected() -> None:
-    with pytest.raises(DispatchError) as raised:
-        plan(Dispatch.MEGATRON_COMPUTE_PROTO, TP2_PP2_DP2, ranks=[2, 3])
-    assert raised.value.ranks == (2, 3)
-
-
-@pytest.mark.parametrize("ranks", [[], [8], [-1], [0, 0], [True]])
-def test_ranks_that_do_not_exist_are_rejected(ranks: list[int]) -> None:
-    with pytest.raises(DispatchError) as raised:
-        plan(Dispatch.ONE_TO_ALL, TP2_PP2_DP2, ranks=ranks)
-    assert (raised.value.ranks, raised.value.world_size) == (tuple(ranks), 8)
-
-
-def test_rank_zero_cannot_be_asked_of_another_rank() -> None:
-    with pytest.raises(DispatchError) as raised:
-        plan(Dispatch.RANK_ZERO, TP2_PP2_DP2, ranks=[1])
-    assert (raised.value.mode, raised.value.ranks) == ("RANK_ZERO", (1,))
-
-
 def test_an_axis_that_the_topology_does_not_have_is_rejected_with_those_it_has() -> None:
     with pytest.raises(TopologyError) as raised:
-        plan(Dispatch.over("island", extra=["island"]), TP2_PP2_DP2)
+        plan(Dispatch.over("island"), TP2_PP2_DP2)
     assert raised.value.axis == "island" and {"tp", "dp", "ep"} < {*raised.value.axes}
     with pytest.raises(TopologyError) as raised:
         plan(Dispatch.MEGATRON_COMPUTE_PROTO, Topology.flat(4))

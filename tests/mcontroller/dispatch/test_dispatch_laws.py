@@ -36,7 +36,7 @@ def calls(draw: st.DrawFn) -> tuple[Topology, DispatchSpec]:
     others = [axis for axis in grid if axis not in axes]
     named = draw(st.lists(st.sampled_from(others), unique=True)) if others else []
     collect = {axis: draw(st.sampled_from([0, -1])) for axis in named}
-    return topology, Dispatch.over(*axes, collect=collect, extra=topology.dense_axes)
+    return topology, Dispatch.over(*axes, collect=collect)
 
 
 def with_mask(batch: DataProto) -> DataProto:

@@ -102,7 +102,6 @@ def test_a_batch_with_tensors_on_workers_is_saved_whole(tmp_path: Path):
         lambda b: b.rename("lengths", "sizes"),
         lambda b: b.with_tensors({"lengths": torch.zeros(ROWS)}),
         lambda b: b.union(numbered()),
-        lambda b: b.fold_batch_dim(5),
         lambda b: next(b.make_iterator(4, 1)),
     ],
 )

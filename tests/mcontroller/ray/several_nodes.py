@@ -17,7 +17,6 @@ from ray.cluster_utils import Cluster
 
 from mcontroller import DataProto, Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
 from mcontroller.errors import CallTimeout, ResourceError, WorkerDied
-from mcontroller.ray import node_processes
 from mcontroller.ray.calls import supervision
 
 NODES = ("127.0.0.10", "127.0.0.9")
@@ -62,15 +61,6 @@ class Resident(Worker):
         threading.Event().wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def leave_a_child_on(self, rank: int) -> None:
-        if self.rank == rank:
-            if os.fork() == 0:
-                os.setsid()  # the parent that forked this rank does not end it
-                time.sleep(60)
-            os._exit(7)
-        threading.Event().wait()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def process_id(self) -> int:
         return os.getpid()
 
@@ -97,17 +87,6 @@ def died(call: Any) -> dict[str, Any]:
     except WorkerDied as error:
         return {**error.fields, "seconds": time.monotonic() - began}
     return {}
-
-
-def hidden_death(*, warm_start: bool) -> dict[str, Any]:
-    """Have rank 1 die and leave a child that keeps its connections, where the driver sees no process of the group."""
-    namespace, node_processes._namespace = node_processes._namespace, lambda: "another machine"
-    with RayResourcePool([2], use_gpu=False, name_prefix="hidden", warm_start=warm_start).reserve() as pool:
-        workers = RayClassWithInitArgs(Resident)
-        residents: Any = RayWorkerGroup(pool, workers, name_prefix="hidden")
-        death = died(lambda: residents.leave_a_child_on(1))
-    node_processes._namespace = namespace
-    return death
 
 
 def timeout_of_stopped(residents: Any, rank: int) -> dict[str, Any]:
@@ -145,7 +124,6 @@ def main() -> None:
     results["same"] = residents.same(residents.same_later(batch)) == batch
     results["death"] = died(lambda: residents.die_on(3))
     pool.shutdown()
-    results["hidden"] = [hidden_death(warm_start=warm_start) for warm_start in (False, True)]
     try:
         group([4], "too_large")
     except ResourceError as error:

@@ -51,7 +51,7 @@ def answer(frames: list[bytes]) -> list[bytes]:
 
 
 def group_at(addresses: list[Address]) -> RayExecutor:
-    process = NodeProcess.this(0)
+    process = NodeProcess.this()
     infos = [ProcessInfo("node", "id", os.getpid(), (), address, 0, process) for address in addresses]
     handles = ProcessHandles(lambda: None, ChannelOptions(), infos=infos, _session=SESSION)
     return RayExecutor(GroupProcesses("group", handles), "role")

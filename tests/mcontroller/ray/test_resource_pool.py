@@ -63,12 +63,6 @@ def test_one_group_too_many_raises_at_once_with_the_holders_of_the_slots(start: 
     assert error.value.max_colocate_count == 2
 
 
-def test_a_released_slot_is_taken_again(pool: RayResourcePool, start: Start) -> None:
-    start("actor"), start("critic").shutdown()
-    assert start("reward").get() == [None, None]
-    assert pool.holders == ["actor", "reward"]
-
-
 def test_the_end_of_the_last_group_releases_the_bundles(pool: RayResourcePool, start: Start) -> None:
     before = held()
     first, second = start("actor"), start("critic")

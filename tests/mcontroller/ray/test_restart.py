@@ -57,18 +57,6 @@ def test_a_restart_of_one_role_restarts_those_of_its_processes(pool: RayResource
     group.shutdown()
 
 
-def test_a_group_restarts_again_and_again_and_a_working_one_too(start: Start) -> None:
-    group = start()
-    processes = set(group.pid())
-    for _ in range(2):
-        killed(group, 0)
-        group.restart()
-        assert processes.isdisjoint(group.pid())
-        processes.update(group.pid())
-    group.restart()
-    assert processes.isdisjoint(group.pid())
-
-
 def test_a_restart_without_a_slot_names_who_has_it_and_can_be_repeated(start: Start, ray_cluster: None) -> None:
     with RayResourcePool([1], use_gpu=False, name_prefix="single") as single:
         group = RayWorkerGroup(single, RayClassWithInitArgs(Plain), name_prefix="first")

@@ -12,6 +12,7 @@ from mcontroller import ClassWithInitArgs
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import CallTimeout, ConfigError, DispatchError, GroupError, TopologyError, WorkerError
 from mcontroller.ray import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from mcontroller.transport import Arguments
 from parallel_state import ParallelLayout
 from tests.free_ports import free_ports
 from tests.mcontroller.ray.roles import Finishes, NeverFinishes, Plain, SameCoordinates
@@ -38,7 +39,7 @@ def test_processes_have_the_title_of_their_rank(steady: RayWorkerGroup) -> None:
 def test_groups_that_start_together_have_different_ports_and_can_listen(start: Start) -> None:
     groups = [start("actor"), start("critic")]
     assert len({group.environment()[0]["MASTER_PORT"] for group in groups}) == 2
-    assert all(group.can_listen_on_master_port.options(ranks=[0])() == [True] for group in groups)
+    assert all(group.execute_rank_zero_sync("can_listen_on_master_port") for group in groups)
 
 
 def test_a_group_listens_on_ports_of_the_range_only(ray_cluster: None) -> None:
@@ -50,7 +51,7 @@ def test_a_group_listens_on_ports_of_the_range_only(ray_cluster: None) -> None:
         used = [port for info in infos for port in (info.address.call_port, info.address.query_port)]
         used += [int(group.environment()[0]["MASTER_PORT"])]
         assert len({*used}) == 5 and all(first <= port <= last for port in used)
-        assert group.can_listen_on_master_port.options(ranks=[0])() == [True]
+        assert group.execute_rank_zero_sync("can_listen_on_master_port")
 
 
 def test_values_go_to_their_rank_and_come_back_by_rank(steady: RayWorkerGroup) -> None:
@@ -94,17 +95,14 @@ def test_a_call_cancelled_before_it_began_is_never_run(steady: RayWorkerGroup, t
 
 
 def test_a_call_cancelled_after_one_rank_began_is_run_by_all(steady: RayWorkerGroup, tmp_path: Path) -> None:
-    running = steady.wait_for_file.options(ranks=[1, 2, 3])(str(tmp_path / "go"))
+    arguments = dict.fromkeys((1, 2, 3), Arguments((str(tmp_path / "go"),)))
+    running = steady.executor.submit("wait_for_file", arguments, ())
     half_begun = steady.keep("begun")
-    assert steady.get.options(ranks=[0])() == ["begun"]
+    assert steady.execute_rank_zero_sync("get") == "begun"
     half_begun.cancel()
     (tmp_path / "go").touch()
-    running.get()
+    running.check()
     assert steady.get() == ["begun"] * 4
-
-
-def test_a_subset_of_the_ranks_is_called(steady: RayWorkerGroup) -> None:
-    assert steady.awaited.options(ranks=[1, 3])("x") == [(1, "x"), (3, "x")]
 
 
 def test_execute_all_and_rank_zero_reach_methods_that_are_not_registered(steady: RayWorkerGroup) -> None:

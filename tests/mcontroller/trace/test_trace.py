@@ -21,7 +21,7 @@ from mcontroller.errors import DataError
 from mcontroller.trace.perfetto import write_perfetto
 from mcontroller.trace.reading import RunTrace, read_trace
 from mcontroller.trace.recorder import FOLDER, TraceRecorder
-from mcontroller.trace.summary import bubbles, critical_path, stage_shares, stragglers, summary_lines
+from mcontroller.trace.summary import critical_path, stragglers, summary_lines
 
 MS = 1_000_000
 CALLS, MICRO_BATCHES = 20, 4
@@ -100,15 +100,7 @@ def test_a_rank_that_is_slower_in_backward_is_named_and_nothing_else(trace: RunT
     assert stragglers(read_trace(tmp_path / "equal")) == []
 
 
-def test_the_bubble_of_equal_stages_is_the_one_on_paper(tmp_path: Path) -> None:
-    write(tmp_path, 0.0)
-    [bubble] = bubbles(read_trace(tmp_path))
-    assert (bubble.work, bubble.passes) == (METHOD, 4 * CALLS)
-    assert bubble.measured == pytest.approx(bubble.on_paper) == pytest.approx(1 / 5)
-
-
-def test_stages_and_the_critical_path_have_their_share_of_the_steps(trace: RunTrace) -> None:
-    assert stage_shares(trace) == pytest.approx({"update actor": 0.7, "controller": 0.3 + 0.01})
+def test_the_critical_path_has_its_share_of_the_steps(trace: RunTrace) -> None:
     assert critical_path(trace) == pytest.approx({METHOD: 161 / 300, "controller": 139 / 300})
     assert list(critical_path(trace)) == [METHOD, "controller"]
     lines = summary_lines(trace)
@@ -223,7 +215,7 @@ def test_files_are_bounded_and_keep_the_newest_steps(tmp_path: Path) -> None:
     sizes = [path.stat().st_size for path in (tmp_path / FOLDER).iterdir()]
     assert len(sizes) == 2 and sum(sizes) < 42_000
     steps = read_trace(tmp_path).steps()
-    assert list(steps) == list(range(min(steps), 20_000)) and len(steps) > 2_000
+    assert list(steps) == list(range(min(steps), 20_000)) and len(steps) > 1_000
 
 
 def test_the_file_of_a_killed_process_is_read_to_its_last_whole_line(tmp_path: Path) -> None:

@@ -28,13 +28,6 @@ def start_of(pool: RayResourcePool) -> list[tuple[int, int]]:
         return list(group.start())
 
 
-def test_groups_are_forked_from_one_parent(pool: RayResourcePool) -> None:
-    first, second = start_of(pool), start_of(pool)
-    parents = {parent for _, parent in first + second}
-    assert len(parents) == 1
-    assert len({pid for pid, _ in first + second}) == 4
-
-
 def test_a_group_does_not_need_its_parent_any_more(pool: RayResourcePool) -> None:
     with RayWorkerGroup(pool, RayClassWithInitArgs(Reporter), name_prefix="reporter") as group:
         [(_, parent), *_] = group.start()
