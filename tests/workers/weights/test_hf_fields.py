@@ -393,7 +393,7 @@ def test_a_model_without_a_checkpoint_is_native(monkeypatch: pytest.MonkeyPatch)
 def test_a_family_cannot_copy_a_config_which_would_count_as_reading_all_of_it() -> None:
     read = ReadKeys({"vocab_size": 8, "unknown": 1})
     with pytest.raises(TypeError):
-        {**read}
+        dict(read)
     changed = layered({"vocab_size": 9}, read)
     assert (changed["vocab_size"], changed.get("unknown"), changed.get("hidden_size")) == (9, 1, None)
     assert read.keys_read == {"unknown", "hidden_size"}
