@@ -101,7 +101,7 @@ def check_fit(model: ModelConfig, parallel: ParallelConfig) -> None:
     elif parallel.ep > 1:
         text = f"parallel.ep is {parallel.ep}, but the model has no experts"
         raise ConfigError(text, key="parallel.ep", value=parallel.ep)
-    check_precision(model, parallel)
+    check_precision(model)
     check_trained(model)
 
 
@@ -138,22 +138,6 @@ def check_local(model: ModelConfig, *, on_gpu: bool, counted: Collection[str] = 
                 key=key,
                 value=value,
             )
-
-
-def check_engine_windows(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Check that Transformer Engine can compute the sliding windows of a model in this layout.
-
-    Raises:
-        ConfigError: windows are divided over cp in a way that it does not have; ``key`` names the field.
-    """
-    kind, window = model.transformer.get("cp_comm_type"), model.transformer.get("window_size")
-    if window is not None and parallel.cp > 1 and kind not in ("a2a", "all_gather"):
-        raise ConfigError(
-            f"model.transformer.window_size={window!r} with parallel.cp={parallel.cp}: Transformer Engine computes "
-            f"sliding windows over cp only with model.transformer.cp_comm_type a2a or all_gather, not {kind!r}",
-            key="model.transformer.cp_comm_type",
-            value=kind,
-        )
 
 
 def check_packing(model: ModelConfig) -> None:
@@ -238,7 +222,7 @@ def _check_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"model.max_sequence_length is {model.max_sequence_length}, but learned positions end there: it must be a "
             f"multiple of {pieces}, to which parallel.cp={parallel.cp}, parallel.sequence_parallel="
             f"{parallel.sequence_parallel} and fp8 round the length of rows up",
-            key=_wrong_key("model.max_sequence_length", "parallel.cp"),
+            key="model.max_sequence_length",
             value=model.max_sequence_length,
             divisor=pieces,
         )
@@ -284,7 +268,7 @@ def _check_layers(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"model.num_layers is {model.num_layers}, which does not divide by pp={parallel.pp} x "
             f"vpp={parallel.vpp or 1} = {chunks}: take {-(-model.num_layers // chunks) * chunks} layers or another "
             f"parallel.pp",
-            key=_wrong_key("model.num_layers", "parallel.pp"),
+            key="model.num_layers",
             value=model.num_layers,
         )
 
@@ -437,9 +421,4 @@ def _check_dispatch(model: ModelConfig, parallel: ParallelConfig) -> None:
 def _divides(key: str, value: int, by_key: str, by: int) -> None:
     if value % by:
         text = f"{key} is {value}, which does not divide by {by_key}={by}"
-        raise ConfigError(text, key=_wrong_key(key, by_key), value=value, divisor=by)
-
-
-def _wrong_key(key: str, by_key: str) -> str:
-    """Return the key to report: the axis, unless the layout is training's, which the model has already fit."""
-    return key if by_key.startswith(("model.", "parallel.")) else by_key
+        raise ConfigError(text, key=key, value=value, divisor=by)

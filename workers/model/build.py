@@ -20,7 +20,7 @@ from parallel_state.dry_run import transformer_engine
 from parallel_state.megatron import MegatronContext
 from parallel_state.releases import language_models
 from workers.config import ModelConfig, ParallelConfig
-from workers.config.fit import check_engine_windows, check_local, padded_vocab_size
+from workers.config.fit import check_local, padded_vocab_size
 from workers.distinct_tokens import attend_over_rows
 from workers.lora.attach import choose_trained_weights
 from workers.model.bridge import BridgeModel
@@ -93,10 +93,6 @@ def build_model(
     if model_provider is None:
         built_by = BridgeModel if model.provider == "bridge" else _OwnModel
         model_provider = built_by(model, parallel, context, value_head)
-        if isinstance(model_provider, BridgeModel) and model_provider.unused_keys and dist.get_rank() == 0:
-            _print_once(
-                f"Megatron-Bridge has not read these keys of config.json: {', '.join(model_provider.unused_keys)}"
-            )
     build_chunk = _with_groups(model_provider, context.pg)
     with context.activate():
         chunks = [
@@ -183,8 +179,6 @@ class _OwnModel:
         self.implementation = chosen_implementation(model.transformer_impl)
         if self.implementation == "local":
             check_local(model, on_gpu=torch.cuda.is_available(), counted=transformer_engine.counted_fields())
-        else:
-            check_engine_windows(model, parallel)
         if dist.get_rank() == 0 and device.current.has_memory:  # a dry run's report names the layers
             _print_once(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
             for field, value in gpu_defaults(model).items():
