@@ -18,7 +18,7 @@ from tests.workers.roles import actor
 from tests.workers.weights.hf_models import Model, Reference, save_model, saved
 from tests.workers.weights.test_hf_mutations import silently_different
 from workers.config import ParallelConfig
-from workers.config.from_hf import model_config_from_hf
+from workers.config.model import model_config_from_hf
 from workers.model.build import build_model
 from workers.weights.hf.names import hf_shards
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import check_new_directory
 from trainer.run.conversion import add_layout_arguments, on_workers
-from workers.config.from_hf import model_config_from_hf
+from workers.config.model import model_config_from_hf
 
 if TYPE_CHECKING:
     from mcontroller.group import WorkerGroup
