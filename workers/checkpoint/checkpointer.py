@@ -37,15 +37,51 @@ class Checkpointer:
         self._adapter, self._initial = "", b""
         self._adapters: dict[str, bytes] = {}  # the states of those that are not in use, in host memory
 
-    def save(self, path: str, step: int, max_to_keep: int | None, asynchronous: bool, reshardable: bool) -> str:
-        """Write a checkpoint, and return its directory; see ``ModelWorker.save_checkpoint``."""
-        directory = self._saver.start(self._state, path, step, max_to_keep, reshardable)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self,
+        path: str,
+        global_step: int = 0,
+        max_to_keep: int | None = None,
+        asynchronous: bool = False,
+        reshardable: bool = True,
+    ) -> str:
+        """Write ``<path>/global_step_<global_step>`` and return the directory. Any layout can load the weights.
+
+        Args:
+            path: a directory on a file system that all nodes share.
+            global_step: the step that ``load_checkpoint`` returns.
+            max_to_keep: number of checkpoints that stay under ``path``, this one included; None keeps all.
+            asynchronous: return when the state is copied; a thread of each worker writes it. The directory
+                appears at the end of an update after it is written, or at the latest with the next save, load,
+                ``wait_for_checkpoint`` or shutdown of the group.
+            reshardable: whether any layout can load a distributed optimizer too; see
+                ``workers.checkpoint.save.Saver.start``.
+
+        Raises:
+            ConfigError: ``max_to_keep`` is less than 1.
+            DataError: on every rank, if one of them cannot write; earlier checkpoints stay. An asynchronous save
+                raises in the call that would finish it.
+        """
+        directory = self._saver.start(self._state, path, global_step, max_to_keep, reshardable)
         if not asynchronous:
             self._saver.finish()
         return str(directory)
 
-    def load(self, path: str) -> int:
-        """Load a checkpoint, and return the step that it was saved at; see ``ModelWorker.load_checkpoint``."""
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> int:
+        """Load the checkpoint at ``path``, or the latest one under it, and return the step that it was saved at.
+
+        From a distributed checkpoint of Megatron-LM, the weights are loaded. From one that was saved before the first
+        step of the optimizer, training continues with a new optimizer. A model with a value head loads the weights of a
+        model with logits, without the head's, with a warning.
+
+        Args:
+            path: a checkpoint, or the directory that ``save_checkpoint`` was called with.
+
+        Raises:
+            DataError: there is none, it is damaged, or it does not fit the model; with the names of the weights.
+        """
         self._saver.finish()
         self.keep_initial_adapter()
         state, trainer = self._state, self._trainer

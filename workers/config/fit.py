@@ -73,10 +73,6 @@ _ONE_LENGTH: dict[str, tuple[object, ...]] = {
     "moe_token_dispatcher_type": ("alltoall", "flex"),
     "moe_pad_expert_input_to_capacity": (False,),
 }
-# Fields of TransformerConfig, the values with which rows can be packed, and the reason against others.
-_UNPACKED_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
-    "moe_token_dispatcher_type": (("alltoall", "flex"), "needs micro-batches of one length; use alltoall"),
-}
 
 
 def check_fit(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -152,11 +148,10 @@ def check_packing(model: ModelConfig) -> None:
             key="model.hybrid_layer_pattern",
             value=model.hybrid_layer_pattern,
         )
+    dispatcher, supported = model.transformer.get("moe_token_dispatcher_type"), _ONE_LENGTH["moe_token_dispatcher_type"]
+    if dispatcher not in (None, *supported):
+        raise _not_packed("moe_token_dispatcher_type", dispatcher, "needs micro-batches of one length; use alltoall")
     balancing = model.transformer.get("moe_router_load_balancing_type", "")
-    for name, (supported, why) in _UNPACKED_ONLY.items():
-        value = model.transformer.get(name, supported[0])
-        if value not in supported:
-            raise _not_packed(name, value, why)
     if "seq_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing):
         raise _not_packed("moe_router_load_balancing_type", balancing, "needs separate rows; use aux_loss")
 

@@ -32,11 +32,12 @@ from workers.model.placement import place_chunks
 from workers.model.token_prediction import add_prediction_layers, finish_prediction_layers
 from workers.model.transformer_config import transformer_config
 from workers.model.value_head import put_value_head
-from workers.model.vocab_padding import mask_padded_vocabulary
 from workers.weights.hf.model import load_hf
 from workers.weights.hf.verify_load import verify_load
 
 _LATENT_EPSILON = 1e-6
+# Far below any logit at any temperature, but finite: a probability of 0 times -inf would make an entropy NaN.
+_IMPOSSIBLE = -3.0e4
 
 
 class ModelProvider(Protocol):
@@ -118,10 +119,26 @@ def build_model(
 
 
 def _mask_padding(chunk: Any, vocab_size: int) -> None:
-    """Mask the padding of the vocabulary in the logits of any GPTModel or HybridModel, unless that was done."""
+    """Set the probability of entries from ``vocab_size`` on to 0, in logits that are gathered over tp or not.
+
+    A chunk of a GPTModel or HybridModel gets the attribute ``unpadded_vocab_size``; one that has it stays as it is.
+    """
     padded = isinstance(chunk, language_models()) and chunk.vocab_size >= vocab_size
-    if padded and not hasattr(chunk, "unpadded_vocab_size"):
-        mask_padded_vocabulary(chunk, vocab_size)
+    if not padded or hasattr(chunk, "unpadded_vocab_size"):
+        return
+    chunk.unpadded_vocab_size = vocab_size
+    if not chunk.post_process or chunk.vocab_size == vocab_size:
+        return
+    tp_rank = chunk.pg_collection.tp.rank()
+
+    def mask(layer: torch.nn.Module, args: Any, output: tuple[torch.Tensor, Any]) -> None:
+        logits = output[0]
+        width = logits.size(-1)
+        first = 0 if width == chunk.vocab_size else tp_rank * width
+        real = min(max(vocab_size - first, 0), width)
+        logits.narrow(-1, real, width - real).fill_(_IMPOSSIBLE)
+
+    chunk.output_layer.register_forward_hook(mask)
 
 
 def _with_groups(
