@@ -15,9 +15,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
-from mcontroller.data.batch import DataProto
-from mcontroller.dispatch.modes import Dispatch
-from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
 from mcontroller.worker import delegate
 from workers.checkpoint.checkpointer import Checkpointer
@@ -109,7 +106,6 @@ class ModelWorker(MegatronWorker, RoleWorker):
         "load_checkpoint": ("params", "reference", "optimizer"),
         "save_to_memory": ("params", "reference", "optimizer"),
         "load_from_memory": ("params", "reference", "optimizer"),
-        "use_adapter": ("params", "reference", "optimizer"),
         "export_hf": ("params",),
         "export_adapter": ("params",),
         "forward_backward": ("params", "grads", "optimizer"),
@@ -309,28 +305,6 @@ class ModelWorker(MegatronWorker, RoleWorker):
         optimizer, scheduler = self.build_optimizer(model, config)
         check_schedule_unit(ModelWorker, type(self), scheduler, config)
         return optimizer, scheduler
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def use_adapter(self, name: str) -> None:
-        """Go on with another adapter of ``model.lora.names``: its weights, optimizer, schedule, counters and seeds.
-
-        A batch with ``meta_info["adapter"]`` does the same before it is scored, trained on or generated for. The first
-        of the names is in use at the start. Each adapter trains as in a separate run, to the bit. Checkpoints and
-        exports are of the adapter in use; gradients that were not applied are dropped.
-
-        Raises:
-            ConfigError: there is no such adapter.
-        """
-        self.offloader.reload_for("use_adapter")
-        self.checkpointer.use_adapter(name)
-
-    def use_adapter_of(self, batch: DataProto) -> None:
-        """Go on with the adapter that a batch names, if it names one."""
-        name = batch.meta_info.get("adapter")
-        if name is None:
-            self.checkpointer.keep_initial_adapter()
-        else:
-            self.use_adapter(name)
 
     @contextlib.contextmanager
     def call_context(self, method: str) -> Iterator[None]:

@@ -330,7 +330,7 @@ class RowReader:
 
         def read() -> TokenBatch:
             rows = build(batch)
-            check_near_names(data.meta_info, ("temperature", "adapter", ROWS_TOGETHER), "scoring and training")
+            check_near_names(data.meta_info, ("temperature", ROWS_TOGETHER), "scoring and training")
             rows.together = rows_together(data.meta_info, len(rows))
             return rows
 
