@@ -128,8 +128,9 @@ def masked_decoding(chunks: Sequence[nn.Module]) -> Iterator[None]:
     windows in some layers, gets the mask with this type: ``[rows, 1, 1, keys]``, for one query per row. A window of all
     layers is part of the mask.
     """
-    cores = []
-    for attention in (module for chunk in chunks for module in chunk.modules()):
+    cores: list[Any] = []
+    modules: Iterator[Any] = (module for chunk in chunks for module in chunk.modules())
+    for attention in modules:
         core = getattr(attention, "core_attention", None)
         if isinstance(core, nn.Module) and not isinstance(core, TEDotProductAttention):
             # Multi-latent attention has a scale of its own, which depends on YaRN's factor.

@@ -54,9 +54,10 @@ def initialize_weights(
                 shard.param.zero_()
     threads = _threads()
     with ThreadPoolExecutor(threads, thread_name_prefix="initialize") as pool:
-        for start in range(0, len(matrices), threads):
+        for start in range(0, len(matrices), threads):  # so many whole tensors are in memory
             some = matrices[start : start + threads]
-            for (shard, _), values in zip(some, pool.map(lambda one: _initial_values(*one, seed), some), strict=True):
+            drawn = pool.map(lambda matrix: _initial_values(matrix[0], matrix[1], seed), some)
+            for (shard, _), values in zip(some, drawn, strict=True):
                 shard.param.copy_(values)
 
 
