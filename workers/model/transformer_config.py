@@ -111,6 +111,7 @@ def given_fields(
     if given.get("multi_latent_attention"):
         kind = MLATransformerConfig
         fields |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+        fields["num_query_groups"] = model.num_attention_heads  # every head has keys, also in Megatron's cache
         if given.get("q_lora_rank", 0) is None:  # Megatron's class has no annotation for queries without compression
             fields["q_lora_rank"] = given.pop("q_lora_rank")
     given.pop("mtp_num_layers", None)  # built beside the model: workers.model.token_prediction
