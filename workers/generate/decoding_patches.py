@@ -134,7 +134,7 @@ def masked_decoding(chunks: Sequence[nn.Module]) -> Iterator[None]:
         core = getattr(attention, "core_attention", None)
         if isinstance(core, nn.Module) and not isinstance(core, TEDotProductAttention):
             # Multi-latent attention has a scale of its own, which depends on YaRN's factor.
-            scale = getattr(attention, "softmax_scale", None) or core.config.softmax_scale
+            scale = getattr(attention, "softmax_scale", None) or get_model_config(core).softmax_scale
             core.forward = functools.partial(_attend_to_allowed_keys, core, scale)
             cores.append(core)
     try:
