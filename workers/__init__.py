@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from workers.config import RewardConfig as RewardConfig
     from workers.config import RolloutConfig as RolloutConfig
     from workers.config import load_config as load_config
-    from workers.config.from_hf import model_config_from_hf as model_config_from_hf
+    from workers.config.model import model_config_from_hf as model_config_from_hf
     from workers.critic import CriticWorker as CriticWorker
     from workers.from_megatron import model_config_from_megatron as model_config_from_megatron
     from workers.generate.engines import ROLLOUT_ENGINES as ROLLOUT_ENGINES

@@ -302,7 +302,6 @@ class ActorRolloutRefWorker(ModelWorker):
         self.state.check_context()
         with before_changes():
             self.config.check_lengths()
-        self.use_adapter_of(prompts)
         return self.generator.generate(prompts)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -532,7 +531,6 @@ class ActorRolloutRefWorker(ModelWorker):
 
     def _rows(self, data: DataProto, method: str, columns: Sequence[str] = (), *, replay: bool = False) -> TokenBatch:
         """Return the rows of a batch; if ``replay``, with the experts that ``router_replay`` makes routers choose."""
-        self.use_adapter_of(data)
         replayed = replay and self.router_replay.replays(method, data.tensors())
 
         def experts(batch: Mapping[str, Tensor], rows: TokenBatch) -> RowExperts:
@@ -546,7 +544,6 @@ class ActorRolloutRefWorker(ModelWorker):
         )
 
     def _supervised(self, data: DataProto) -> TokenBatch:
-        self.use_adapter_of(data)
         return self.reader.supervised(data, "update_sft")
 
     def _scores(self, rows: TokenBatch, model: Sequence[nn.Module]) -> Tensor | None:

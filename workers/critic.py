@@ -103,7 +103,6 @@ class CriticWorker(ModelWorker):
         Raises:
             DataError: a column is missing or of a wrong shape.
         """
-        self.use_adapter_of(data)
         rows = self.reader.responses(data, "compute_values")
         values = self.scorer.score(self.model, rows, self.config.scoring_size)
         return None if values is None else DataProto.from_dict({"values": inside(values, rows.mask)})
@@ -125,7 +124,6 @@ class CriticWorker(ModelWorker):
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
             NonFiniteGradient: a gradient is NaN or Inf, and ``optim.on_nonfinite`` is ``raise``.
         """
-        self.use_adapter_of(data)
         metrics = self.trainer.train(
             "update_critic",
             self.reader.responses(data, "update_critic", ("values", "returns")),
@@ -150,7 +148,6 @@ class CriticWorker(ModelWorker):
         Raises:
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
         """
-        self.use_adapter_of(data)
         metrics = self.trainer.compute_gradients(
             "forward_backward",
             self.reader.responses(data, "forward_backward", ("values", "returns")),

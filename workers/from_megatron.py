@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from mcontroller.errors import ConfigError
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
-from workers.model.transformer_config import transformer_config
+from workers.model.transformer_config import SAME_NAME, transformer_config
 from workers.same_policy import computed_fields
 
 _ACTIVATIONS = {
@@ -26,23 +26,6 @@ _ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
 }
 """Name of an activation function of torch or Megatron -> name in ``ModelConfig``."""
-
-_SAME_NAME = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "kv_channels",
-    "normalization",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-)
 
 # Arguments that change what is computed beside those that are fields of TransformerConfig: name -> the values at which
 # they change nothing.
@@ -99,7 +82,8 @@ def model_config_from_megatron(
         ConfigError: the source has no ``vocab_size`` or length, and none is passed; or a field that changes what is
             computed and that ``ModelConfig`` does not have. Names the field.
     """
-    fields: dict[str, Any] = {name: getattr(source, name) for name in _SAME_NAME if hasattr(source, name)}
+    names = (*SAME_NAME, "moe_router_topk", "moe_ffn_hidden_size")
+    fields: dict[str, Any] = {name: getattr(source, name) for name in names if hasattr(source, name)}
     fields |= _normalization(source) | _activation(source) | _embeddings(source) | _experts(source) | _pattern(source)
     fields["dtype"] = _dtype(source)
     fields["num_query_groups"] = _value(source, "num_query_groups") if _is_grouped(source) else None

@@ -15,9 +15,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
-from mcontroller.data.batch import DataProto
-from mcontroller.dispatch.modes import Dispatch
-from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
 from mcontroller.worker import delegate
 from workers.checkpoint.checkpointer import Checkpointer
@@ -79,6 +76,8 @@ class ModelWorker(MegatronWorker, RoleWorker):
     offload = delegate("offloader", Offloader.offload)
     reload = delegate("offloader", Offloader.reload)
     take_memory_use = delegate("offloader", Offloader.take_memory_use)
+    save_checkpoint = delegate("checkpointer", Checkpointer.save_checkpoint)
+    load_checkpoint = delegate("checkpointer", Checkpointer.load_checkpoint)
     save_to_memory = delegate("checkpointer", Checkpointer.save_to_memory)
     load_from_memory = delegate("checkpointer", Checkpointer.load_from_memory)
     wait_for_checkpoint = delegate("checkpointer", Checkpointer.wait_for_checkpoint)
@@ -107,7 +106,6 @@ class ModelWorker(MegatronWorker, RoleWorker):
         "load_checkpoint": ("params", "reference", "optimizer"),
         "save_to_memory": ("params", "reference", "optimizer"),
         "load_from_memory": ("params", "reference", "optimizer"),
-        "use_adapter": ("params", "reference", "optimizer"),
         "export_hf": ("params",),
         "export_adapter": ("params",),
         "forward_backward": ("params", "grads", "optimizer"),
@@ -308,28 +306,6 @@ class ModelWorker(MegatronWorker, RoleWorker):
         check_schedule_unit(ModelWorker, type(self), scheduler, config)
         return optimizer, scheduler
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def use_adapter(self, name: str) -> None:
-        """Go on with another adapter of ``model.lora.names``: its weights, optimizer, schedule, counters and seeds.
-
-        A batch with ``meta_info["adapter"]`` does the same before it is scored, trained on or generated for. The first
-        of the names is in use at the start. Each adapter trains as in a separate run, to the bit. Checkpoints and
-        exports are of the adapter in use; gradients that were not applied are dropped.
-
-        Raises:
-            ConfigError: there is no such adapter.
-        """
-        self.offloader.reload_for("use_adapter")
-        self.checkpointer.use_adapter(name)
-
-    def use_adapter_of(self, batch: DataProto) -> None:
-        """Go on with the adapter that a batch names, if it names one."""
-        name = batch.meta_info.get("adapter")
-        if name is None:
-            self.checkpointer.keep_initial_adapter()
-        else:
-            self.use_adapter(name)
-
     @contextlib.contextmanager
     def call_context(self, method: str) -> Iterator[None]:
         """Run a call in this worker's Megatron context, with the parts on the device that the method needs.
@@ -344,47 +320,3 @@ class ModelWorker(MegatronWorker, RoleWorker):
         """Finish an asynchronous save."""
         with self.context.activate():
             self.checkpointer.wait_for_checkpoint()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(
-        self,
-        path: str,
-        global_step: int = 0,
-        max_to_keep: int | None = None,
-        asynchronous: bool = False,
-        reshardable: bool = True,
-    ) -> str:
-        """Write ``<path>/global_step_<global_step>`` and return the directory. Any layout can load the weights.
-
-        Args:
-            path: a directory on a file system that all nodes share.
-            global_step: the step that ``load_checkpoint`` returns.
-            max_to_keep: number of checkpoints that stay under ``path``, this one included; None keeps all.
-            asynchronous: return when the state is copied; a thread of each worker writes it. The directory
-                appears at the end of an update after it is written, or at the latest with the next save, load,
-                ``wait_for_checkpoint`` or shutdown of the group.
-            reshardable: whether any layout can load a distributed optimizer too; see
-                ``workers.checkpoint.save.Saver.start``.
-
-        Raises:
-            ConfigError: ``max_to_keep`` is less than 1.
-            DataError: on every rank, if one of them cannot write; earlier checkpoints stay. An asynchronous save
-                raises in the call that would finish it.
-        """
-        return self.checkpointer.save(path, global_step, max_to_keep, asynchronous, reshardable)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> int:
-        """Load the checkpoint at ``path``, or the latest one under it, and return the step that it was saved at.
-
-        From a distributed checkpoint of Megatron-LM, the weights are loaded. From one that was saved before the first
-        step of the optimizer, training continues with a new optimizer. A model with a value head loads the weights of a
-        model with logits, without the head's, with a warning.
-
-        Args:
-            path: a checkpoint, or the directory that ``save_checkpoint`` was called with.
-
-        Raises:
-            DataError: there is none, it is damaged, or it does not fit the model; with the names of the weights.
-        """
-        return self.checkpointer.load(path)

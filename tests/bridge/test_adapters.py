@@ -27,7 +27,7 @@ from tests.workers.lora.test_peft import (
 from tests.workers.roles import actor, critic, experience, own_shard
 from tests.workers.weights.hf_models import save_model, saved, tensors_of, world_size
 from tests.workers.weights.transfer.test_equal_generation import generated, group
-from workers.config.from_hf import model_config_from_hf
+from workers.config.model import model_config_from_hf
 from workers.lora.peft_files import adapter_tensors
 from workers.weights.transfer.weight_transfer import WeightTransfer
 

@@ -18,8 +18,7 @@ from tests.workers.roles import actor
 from tests.workers.weights.hf_models import Model, Reference, save_model, saved
 from tests.workers.weights.test_hf_mutations import silently_different
 from workers.config import ParallelConfig
-from workers.config.from_hf import model_config_from_hf
-from workers.model.bridge import BridgeModel
+from workers.config.model import model_config_from_hf
 from workers.model.build import build_model
 from workers.weights.hf.names import hf_shards
 
@@ -124,17 +123,8 @@ def test_a_transfer_sends_the_current_weights_under_their_own_names(tmp_path: Pa
             assert all(tensor.equal(factor * expected[name]) for name, tensor in rank.items())
 
 
-def test_keys_that_bridge_does_not_read_are_named(tmp_path: Path) -> None:
+def test_a_model_of_bridge_needs_a_directory(tmp_path: Path) -> None:
     path = save_model(PLAIN["qwen3"], tmp_path)
-    (path / "config.json").write_text((path / "config.json").read_text().replace("{", '{"new_gate": 2,', 1))
-
-    def unused_keys() -> list[str]:
-        model, parallel = model_config_from_hf(path, provider="bridge"), ParallelConfig()
-        context = new_context(parallel)
-        return BridgeModel(model, parallel, context, value_head=False).unused_keys
-
-    [names] = run_ranks(unused_keys, 1)
-    assert "new_gate" in names and not {"hidden_size", "rope_parameters", "vocab_size"} & {*names}
     with pytest.raises(ConfigError) as caught:
         model_config_from_hf(path, provider="bridge", hf_path=None)
     assert (caught.value.key, caught.value.value) == ("model.hf_path", None)

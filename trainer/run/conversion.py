@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workers.config import ActorConfig, ModelConfig, ParallelConfig
@@ -32,15 +30,6 @@ def layout_of_arguments(arguments: argparse.Namespace) -> tuple[ParallelConfig, 
     """Return the layout of the arguments and its smallest number of processes."""
     sizes = {axis: getattr(arguments, axis) for axis in AXES}
     return ParallelConfig(**sizes, sequence_parallel=sizes["tp"] > 1), sizes["tp"] * sizes["pp"] * sizes["ep"]
-
-
-def print_files_left_out(source: str | None, target: str) -> None:
-    """Print which files of a model's directory an export lacks, if there are any; see ``files_left_out``."""
-    from workers.weights.hf.files import files_left_out  # with torch
-
-    names = [] if source is None else files_left_out(Path(source), Path(target))
-    if names:
-        sys.stdout.write(f"not in {target}, of {source}: {', '.join(names)}\n")
 
 
 def on_workers(model: ModelConfig, arguments: argparse.Namespace, action: Callable[[WorkerGroup], object]) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import check_new_directory
-from trainer.run.conversion import add_layout_arguments, on_workers, print_files_left_out
-from workers.config.from_hf import model_config_from_hf
+from trainer.run.conversion import add_layout_arguments, on_workers
+from workers.config.model import model_config_from_hf
 
 if TYPE_CHECKING:
     from mcontroller.group import WorkerGroup
@@ -49,7 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         model = model_config_from_hf(arguments.like, **changes)
         on_workers(model, arguments, lambda group: _export(group, str(source), target))
-        print_files_left_out(arguments.like, target)
     sys.stdout.write(f"{arguments.source} is converted into {target}\n")
     return 0
 

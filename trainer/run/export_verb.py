@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mcontroller.errors import ConfigError
 from mcontroller.files import check_new_directory
 from trainer.run.config import tokenizer_files
-from trainer.run.conversion import add_layout_arguments, on_workers, print_files_left_out
+from trainer.run.conversion import add_layout_arguments, on_workers
 from trainer.run.resume_verb import config_of_run
 
 if TYPE_CHECKING:
@@ -62,6 +62,4 @@ def run(arguments: argparse.Namespace) -> int:
 
     on_workers(model, arguments, export)
     sys.stdout.write(f"step {steps[0]} of {arguments.directory} is in {target}\n")
-    if not arguments.adapter:
-        print_files_left_out(model.hf_path, target)
     return 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from collections.abc import Iterator, Mapping
-from typing import IO, Any
+from typing import Any
 
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import ConfigError, DataError, before_changes
+from mcontroller.errors import DataError, before_changes
 from workers.checkpoint.load import check_checkpoint, load_checkpoint, open_checkpoint
 from workers.checkpoint.memory import check_replicas, load_state, read_state, save_state
 from workers.checkpoint.save import Saver
@@ -34,20 +33,53 @@ class Checkpointer:
 
     def __init__(self, state: TrainingState, model: ModelConfig, trainer: Trainer, saver: Saver) -> None:
         self._state, self._model, self._trainer, self._saver = state, model, trainer, saver
-        self._adapter, self._initial = "", b""
-        self._adapters: dict[str, bytes] = {}  # the states of those that are not in use, in host memory
 
-    def save(self, path: str, step: int, max_to_keep: int | None, asynchronous: bool, reshardable: bool) -> str:
-        """Write a checkpoint, and return its directory; see ``ModelWorker.save_checkpoint``."""
-        directory = self._saver.start(self._state, path, step, max_to_keep, reshardable)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self,
+        path: str,
+        global_step: int = 0,
+        max_to_keep: int | None = None,
+        asynchronous: bool = False,
+        reshardable: bool = True,
+    ) -> str:
+        """Write ``<path>/global_step_<global_step>`` and return the directory. Any layout can load the weights.
+
+        Args:
+            path: a directory on a file system that all nodes share.
+            global_step: the step that ``load_checkpoint`` returns.
+            max_to_keep: number of checkpoints that stay under ``path``, this one included; None keeps all.
+            asynchronous: return when the state is copied; a thread of each worker writes it. The directory
+                appears at the end of an update after it is written, or at the latest with the next save, load,
+                ``wait_for_checkpoint`` or shutdown of the group.
+            reshardable: whether any layout can load a distributed optimizer too; see
+                ``workers.checkpoint.save.Saver.start``.
+
+        Raises:
+            ConfigError: ``max_to_keep`` is less than 1.
+            DataError: on every rank, if one of them cannot write; earlier checkpoints stay. An asynchronous save
+                raises in the call that would finish it.
+        """
+        directory = self._saver.start(self._state, path, global_step, max_to_keep, reshardable)
         if not asynchronous:
             self._saver.finish()
         return str(directory)
 
-    def load(self, path: str) -> int:
-        """Load a checkpoint, and return the step that it was saved at; see ``ModelWorker.load_checkpoint``."""
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> int:
+        """Load the checkpoint at ``path``, or the latest one under it, and return the step that it was saved at.
+
+        From a distributed checkpoint of Megatron-LM, the weights are loaded. From one that was saved before the first
+        step of the optimizer, training continues with a new optimizer. A model with a value head loads the weights of a
+        model with logits, without the head's, with a warning.
+
+        Args:
+            path: a checkpoint, or the directory that ``save_checkpoint`` was called with.
+
+        Raises:
+            DataError: there is none, it is damaged, or it does not fit the model; with the names of the weights.
+        """
         self._saver.finish()
-        self.keep_initial_adapter()
         state, trainer = self._state, self._trainer
         distributed = {phase: bool(optim.distributed_optimizer) for phase, optim in trainer.phases.items()}
         with before_changes():
@@ -103,44 +135,11 @@ class Checkpointer:
                 data-parallel replicas.
         """
         self._saver.finish()
-        self.keep_initial_adapter()
-        self._load_state(path)
-
-    def _load_state(self, file: str | IO[bytes]) -> None:
         with before_changes():
-            content = read_state(file)
+            content = read_state(path)
             check_replicas(self._state, content)
         with self._changing(content["counters"], content["float32"], "optimizer" in content["state"]):
             load_state(self._state, content)
-
-    def use_adapter(self, name: str) -> None:
-        """Go on with another adapter; see ``ModelWorker.use_adapter``."""
-        names = [] if self._model.lora is None else self._model.lora.names
-        if name not in names:
-            with before_changes():
-                raise ConfigError(
-                    f"there is no adapter {name!r}; model.lora.names has {', '.join(names) or 'none'}",
-                    key="model.lora.names",
-                    value=name,
-                )
-        self.keep_initial_adapter()
-        if name == self._adapter:
-            return
-        self._saver.finish()
-        self._adapters[self._adapter] = self._saved_state()
-        self._load_state(io.BytesIO(self._adapters.pop(name, self._initial)))
-        self._adapter = name
-
-    def keep_initial_adapter(self) -> None:
-        """Keep the state that every adapter of ``model.lora.names`` starts with, before the first call changes it."""
-        names = [] if self._model.lora is None else self._model.lora.names
-        if len(names) > 1 and not self._initial:
-            self._adapter, self._initial = names[0], self._saved_state()
-
-    def _saved_state(self) -> bytes:
-        file = io.BytesIO()
-        save_state(self._state, file)
-        return file.getvalue()
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint of the last asynchronous save is complete."""

@@ -7,7 +7,7 @@ and after the loss of a rank only its own file has to be copied.
 from __future__ import annotations
 
 import dataclasses
-from typing import IO, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
@@ -40,12 +40,12 @@ class RankFileContent(TypedDict):
     """Whether the reference is in float32."""
 
 
-def save_state(training: TrainingState, file: str | IO[bytes]) -> None:
+def save_state(training: TrainingState, path: str) -> None:
     """Write the state of this rank to a file (a collective).
 
     Args:
         training: the objects to save. The optimizer is saved only if its schedule has made a step.
-        file: an empty file.
+        path: an empty file.
     """
     steps = 0 if training.scheduler is None else training.scheduler.num_steps
     if steps == 0:
@@ -61,7 +61,7 @@ def save_state(training: TrainingState, file: str | IO[bytes]) -> None:
         float32=bool(training.float32),
     )
     with without_crc32():
-        torch.save(content, file)
+        torch.save(content, path)
 
 
 def _local_value(value: Any) -> Any:
@@ -72,10 +72,10 @@ def _local_value(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def read_state(file: str | IO[bytes]) -> RankFileContent:
+def read_state(path: str) -> RankFileContent:
     """Return the content of a file that ``save_state`` has written."""
     with known_types():
-        content: RankFileContent = torch.load(file, map_location="cpu", weights_only=True)
+        content: RankFileContent = torch.load(path, map_location="cpu", weights_only=True)
     return content
 
 

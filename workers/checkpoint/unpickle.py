@@ -8,10 +8,9 @@ Megatron reads them. A tensor in a shard is read by torch with ``weights_only``.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +26,15 @@ _DESCRIPTION = {
     "builtins": {"set", "frozenset", "list", "dict"},
     "torch": {"Size", "device"},
     "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.planner": {
-        "BytesIOWriteData",
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
-    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
 }
-"""Module -> names that ``.metadata`` may use."""
+"""Module -> names that ``.metadata`` may use, next to the classes of these modules."""
+_OF_DESCRIPTION = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed._shard.sharded_tensor.metadata",
+    "megatron.core.dist_checkpointing.strategies.torch",
+)
 _SCALES = {
     "collections": {"OrderedDict", "deque"},
     "builtins": {"set", "frozenset"},
@@ -57,7 +43,7 @@ _SCALES = {
     "megatron.core.extensions.transformer_engine": {"TEDelayedScaling"},
 }
 """Module -> names that the extra state of a layer may use, next to the recipes of Transformer Engine."""
-_RECIPES = "transformer_engine.common.recipe"
+_OF_SCALES = ("transformer_engine.common.recipe",)
 
 
 def known_types() -> contextlib.AbstractContextManager[Any]:
@@ -73,7 +59,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
     """
     with _as_data_error(checkpoint, _METADATA):
         with open(checkpoint / _METADATA, "rb") as file:
-            metadata = _Unpickler(file, _DESCRIPTION).load()
+            metadata = _Unpickler(file, _DESCRIPTION, _OF_DESCRIPTION).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise TypeError(f"it contains {type(metadata).__name__}, expected Metadata")
         for place in metadata.storage_data.values():
@@ -139,7 +125,7 @@ def check_objects(checkpoint: Path, metadata: Metadata, part: int = 0, parts: in
             value = _object_at(checkpoint, place)
             if "_extra_state" in name:
                 for state in _pickles(value):
-                    _Unpickler(io.BytesIO(state), _SCALES).load()
+                    _Unpickler(io.BytesIO(state), _SCALES, _OF_SCALES).load()
 
 
 def _pickles(value: Any) -> Iterable[bytes]:
@@ -153,27 +139,25 @@ def _pickles(value: Any) -> Iterable[bytes]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Accepts the listed names only; of a recipe, classes that are defined in its module."""
+    """Accepts the listed names only, and classes that are defined in the listed modules."""
 
-    def __init__(self, file: Any, known: dict[str, set[str]]) -> None:
+    def __init__(self, file: Any, names: dict[str, set[str]], modules: Collection[str]) -> None:
         super().__init__(file)
-        self._known = known
+        self._names, self._modules = names, modules
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes") and self._known is _SCALES:
+        if (module, name) == ("torch.storage", "_load_from_bytes") and self._names is _SCALES:
             return _load_weights
-        named = None
-        if name in self._known.get(module, ()):
-            named = super().find_class(module, name)
+        if name in self._names.get(module, ()):
+            return super().find_class(module, name)
+        if module in self._modules and isinstance(named := super().find_class(module, name), type):
+            if named.__module__ == module:
+                return named
         elif module == "torch" and name.isidentifier():
             named = getattr(torch, name, None)
-            named = named if isinstance(named, torch.dtype | torch.layout | torch.memory_format) else None
-        elif self._known is _SCALES and module == _RECIPES and name.isidentifier():
-            named = getattr(importlib.import_module(_RECIPES), name, None)
-            named = named if isinstance(named, type) and named.__module__ == _RECIPES else None
-        if named is None:
-            raise pickle.UnpicklingError(f"it uses {module}.{name}, which does not belong in a checkpoint")
-        return named
+            if isinstance(named, torch.dtype | torch.layout | torch.memory_format):
+                return named
+        raise pickle.UnpicklingError(f"it uses {module}.{name}, which does not belong in a checkpoint")
 
 
 def _load_weights(content: bytes) -> Any:

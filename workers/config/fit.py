@@ -73,10 +73,6 @@ _ONE_LENGTH: dict[str, tuple[object, ...]] = {
     "moe_token_dispatcher_type": ("alltoall", "flex"),
     "moe_pad_expert_input_to_capacity": (False,),
 }
-# Fields of TransformerConfig, the values with which rows can be packed, and the reason against others.
-_UNPACKED_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
-    "moe_token_dispatcher_type": (("alltoall", "flex"), "needs micro-batches of one length; use alltoall"),
-}
 
 
 def check_fit(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -101,7 +97,7 @@ def check_fit(model: ModelConfig, parallel: ParallelConfig) -> None:
     elif parallel.ep > 1:
         text = f"parallel.ep is {parallel.ep}, but the model has no experts"
         raise ConfigError(text, key="parallel.ep", value=parallel.ep)
-    check_precision(model, parallel)
+    check_precision(model)
     check_trained(model)
 
 
@@ -140,22 +136,6 @@ def check_local(model: ModelConfig, *, on_gpu: bool, counted: Collection[str] = 
             )
 
 
-def check_engine_windows(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Check that Transformer Engine can compute the sliding windows of a model in this layout.
-
-    Raises:
-        ConfigError: windows are divided over cp in a way that it does not have; ``key`` names the field.
-    """
-    kind, window = model.transformer.get("cp_comm_type"), model.transformer.get("window_size")
-    if window is not None and parallel.cp > 1 and kind not in ("a2a", "all_gather"):
-        raise ConfigError(
-            f"model.transformer.window_size={window!r} with parallel.cp={parallel.cp}: Transformer Engine computes "
-            f"sliding windows over cp only with model.transformer.cp_comm_type a2a or all_gather, not {kind!r}",
-            key="model.transformer.cp_comm_type",
-            value=kind,
-        )
-
-
 def check_packing(model: ModelConfig) -> None:
     """Check that the rows of a micro-batch can be packed into one sequence.
 
@@ -168,11 +148,10 @@ def check_packing(model: ModelConfig) -> None:
             key="model.hybrid_layer_pattern",
             value=model.hybrid_layer_pattern,
         )
+    dispatcher, supported = model.transformer.get("moe_token_dispatcher_type"), _ONE_LENGTH["moe_token_dispatcher_type"]
+    if dispatcher not in (None, *supported):
+        raise _not_packed("moe_token_dispatcher_type", dispatcher, "needs micro-batches of one length; use alltoall")
     balancing = model.transformer.get("moe_router_load_balancing_type", "")
-    for name, (supported, why) in _UNPACKED_ONLY.items():
-        value = model.transformer.get(name, supported[0])
-        if value not in supported:
-            raise _not_packed(name, value, why)
     if "seq_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing):
         raise _not_packed("moe_router_load_balancing_type", balancing, "needs separate rows; use aux_loss")
 
@@ -238,7 +217,7 @@ def _check_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"model.max_sequence_length is {model.max_sequence_length}, but learned positions end there: it must be a "
             f"multiple of {pieces}, to which parallel.cp={parallel.cp}, parallel.sequence_parallel="
             f"{parallel.sequence_parallel} and fp8 round the length of rows up",
-            key=_wrong_key("model.max_sequence_length", "parallel.cp"),
+            key="model.max_sequence_length",
             value=model.max_sequence_length,
             divisor=pieces,
         )
@@ -284,7 +263,7 @@ def _check_layers(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"model.num_layers is {model.num_layers}, which does not divide by pp={parallel.pp} x "
             f"vpp={parallel.vpp or 1} = {chunks}: take {-(-model.num_layers // chunks) * chunks} layers or another "
             f"parallel.pp",
-            key=_wrong_key("model.num_layers", "parallel.pp"),
+            key="model.num_layers",
             value=model.num_layers,
         )
 
@@ -437,9 +416,4 @@ def _check_dispatch(model: ModelConfig, parallel: ParallelConfig) -> None:
 def _divides(key: str, value: int, by_key: str, by: int) -> None:
     if value % by:
         text = f"{key} is {value}, which does not divide by {by_key}={by}"
-        raise ConfigError(text, key=_wrong_key(key, by_key), value=value, divisor=by)
-
-
-def _wrong_key(key: str, by_key: str) -> str:
-    """Return the key to report: the axis, unless the layout is training's, which the model has already fit."""
-    return key if by_key.startswith(("model.", "parallel.")) else by_key
+        raise ConfigError(text, key=key, value=value, divisor=by)

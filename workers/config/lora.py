@@ -79,8 +79,6 @@ class LoraConfig:
 
     A key of its adapter_config.json that is not read, and does not have PEFT's default, is an error.
     """
-    names: list[str] = field(default_factory=list)
-    """Names of several adapters on one base, each with its optimizer; a call chooses one with meta_info["adapter"]."""
 
     def __post_init__(self) -> None:
         check_at_least("model.lora.rank", self.rank, 1)
@@ -88,9 +86,6 @@ class LoraConfig:
         if not 0.0 <= self.dropout < 1.0:
             text = f"model.lora.dropout is {self.dropout}; it must be at least 0 and less than 1"
             raise ConfigError(text, key="model.lora.dropout", value=self.dropout)
-        if len(set(self.names)) != len(self.names):
-            text = f"model.lora.names is {self.names}; every adapter needs a name of its own"
-            raise ConfigError(text, key="model.lora.names", value=self.names)
         if self.path is None:
             return
         for name, value in peft_fields(self.path).items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
@@ -205,3 +206,28 @@ def automatic_provider(given: Mapping[str, Any]) -> str:
         given.get(field.name, field.default) != field.default for field in fields(ModelConfig) if field.name in _NATIVE
     )
     return "bridge" if given["hf_path"] is not None and not is_changed and has_bridge() else "native"
+
+
+def model_config_from_hf(path: str | os.PathLike[str], **changes: Any) -> ModelConfig:
+    """Return the model in a directory in Hugging Face's format, with ``hf_path`` set so that its weights are loaded.
+
+    For random weights: ``dataclasses.replace(config, hf_path=None)``.
+
+    Args:
+        path: a directory with a ``config.json`` of a supported model family.
+        changes: fields of ModelConfig that replace the checkpoint's. Without ``provider``, it is that of
+            ``model.provider=auto``.
+
+    Raises:
+        ConfigError: no ``config.json``, an unsupported family, or a key whose value changes the computation and is
+            not supported; ``key`` and ``value`` name it.
+
+    Examples:
+        >>> model_config_from_hf("/models/Qwen3-0.6B", dtype="bfloat16")
+    """
+    provider = changes.pop("provider", "auto")
+    if provider == "auto":
+        provider = automatic_provider({"hf_path": path, **changes})
+    given = model_fields_from_hf(path, provider)
+    transformer = given.pop("transformer", {}) | changes.pop("transformer", {})
+    return replace(ModelConfig(**given, transformer=transformer), **changes)

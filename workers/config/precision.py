@@ -5,8 +5,6 @@ Status: run on one H100, except mxfp8.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mcontroller.errors import ConfigError
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
@@ -24,97 +22,35 @@ _REJECTED: dict[str, tuple[object, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """Requirements of a recipe of Transformer Engine.
-
-    Attributes:
-        tokens: the tokens of a product are a multiple of this.
-        gathered_tokens: the same for the tokens of one rank, if sequence parallelism gathers them in fp8.
-        channels: both sides of every weight of a rank are a multiple of this.
-    """
-
-    tokens: int
-    gathered_tokens: int
-    channels: int
-
-
-# Transformer Engine 2.20: assert_dim_for_fp8_exec, and the quantizers' is_quantizable.
-_RECIPES = {
-    "delayed": _Recipe(16, 16, 16),
-    "tensorwise": _Recipe(16, 16, 16),
-    "blockwise": _Recipe(16, 128, 16),
-    "mxfp8": _Recipe(32, 32, 32),
-}
+# By recipe, what the tokens of a product are a multiple of, and those of one rank if sequence parallelism gathers them
+# in fp8. Transformer Engine 2.20: assert_dim_for_fp8_exec, which rejects weights of other sizes too, is_quantizable.
+_TOKENS = {"delayed": (16, 16), "tensorwise": (16, 16), "blockwise": (16, 128), "mxfp8": (32, 32)}
 
 
 def token_block(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Return the number that the tokens of a sequence on one rank must be a multiple of, for fp8; 1 without fp8."""
-    recipe = _recipe_of(model)
-    if recipe is None:
-        return 1
-    return recipe.gathered_tokens if parallel.sequence_parallel else recipe.tokens
-
-
-def check_precision(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Check the fields of low precision, and that the weights of a rank have the sizes that the recipe needs.
+    """Return the number that the tokens of a sequence on one rank must be a multiple of, for fp8; 1 without fp8.
 
     Raises:
-        ConfigError: a field is not supported, or a size is not a multiple; ``key`` names it.
+        ConfigError: the recipe is not supported.
+    """
+    if not model.transformer.get("fp8"):
+        return 1
+    key, recipe = "model.transformer.fp8_recipe", str(model.transformer.get("fp8_recipe", "delayed"))
+    if recipe not in _TOKENS:
+        text = f"{key} is {recipe!r}, which is not supported: use {', '.join(_TOKENS)}"
+        raise ConfigError(text, key=key, value=recipe)
+    tokens, gathered = _TOKENS[recipe]
+    return gathered if parallel.sequence_parallel else tokens
+
+
+def check_precision(model: ModelConfig) -> None:
+    """Check the fields of low precision; ``token_block`` checks the recipe.
+
+    Raises:
+        ConfigError: a field is not supported; ``key`` names it.
     """
     for name, (neutral, why) in _REJECTED.items():
         value = model.transformer.get(name, neutral)
         if value not in (None, neutral):
-            raise _error(f"model.transformer.{name}", value, f"is {value!r}, which is not supported: {why}")
-    recipe = _recipe_of(model)
-    if recipe is None:
-        return
-    key = "model.transformer.fp8_recipe"
-    for name, size in _sizes(model, parallel).items():
-        if size % recipe.channels:
-            raise _error(
-                name,
-                size,
-                f"makes weights of {size} channels on a rank; fp8 with {key}={_recipe_name(model)!r} needs multiples "
-                f"of {recipe.channels}",
-            )
-
-
-def _recipe_name(model: ModelConfig) -> str:
-    return str(model.transformer.get("fp8_recipe", "delayed"))
-
-
-def _recipe_of(model: ModelConfig) -> _Recipe | None:
-    """The recipe of the model's products; None without fp8.
-
-    Raises:
-        ConfigError: it is not supported.
-    """
-    if not model.transformer.get("fp8"):
-        return None
-    name = _recipe_name(model)
-    if name not in _RECIPES:
-        text = f"is {name!r}, which is not supported: use {', '.join(_RECIPES)}"
-        raise _error("model.transformer.fp8_recipe", name, text)
-    return _RECIPES[name]
-
-
-def _sizes(model: ModelConfig, parallel: ParallelConfig) -> dict[str, int]:
-    """Channels of the weights of one rank, by the field that they follow from."""
-    width = model.kv_channels or model.hidden_size // model.num_attention_heads
-    heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
-    ffn = model.ffn_hidden_size or 4 * model.hidden_size
-    sizes = {
-        "model.hidden_size": model.hidden_size,
-        "model.num_query_groups": (heads + 2 * groups) * width // parallel.tp,
-        "model.num_attention_heads": heads * width // parallel.tp,
-    }
-    if model.num_moe_experts is None:
-        sizes["model.ffn_hidden_size"] = ffn // parallel.tp
-    else:
-        sizes["model.moe_ffn_hidden_size"] = (model.moe_ffn_hidden_size or ffn) // (parallel.etp or parallel.tp)
-    return sizes
-
-
-def _error(key: str, value: object, text: str) -> ConfigError:
-    return ConfigError(f"{key} {text}", key=key, value=value)
+            key = f"model.transformer.{name}"
+            raise ConfigError(f"{key} is {value!r}, which is not supported: {why}", key=key, value=value)

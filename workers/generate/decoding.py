@@ -29,17 +29,17 @@ from workers.generate.decoding_patches import (
     check_attention,
     check_positions,
     last_positions,
+    latent_positions,
     masked_decoding,
     rotated_key_cache,
     unfused_rotation,
     without_sequence_parallelism,
 )
-from workers.generate.latent_attention import latent_attention
 from workers.generate.rollout_protocol import Generated, Prompts
 from workers.generate.sampling import Sampling, draw_tokens, position_keys
 from workers.model.local_attention import attention_window
 from workers.router_replay.routers import ModelRouters
-from workers.router_replay.rows import GeneratedExperts
+from workers.router_replay.rows import RecordedExperts, experts_of_responses
 
 
 @torch.no_grad()
@@ -69,9 +69,7 @@ def generate(
     prompts, lengths = _left_aligned(samples)
     rows, width = prompts.shape
     longest = sampling.response_length
-    experts = None
-    if routers is not None:
-        experts = GeneratedExperts(routers, lengths, samples.ids.size(1), longest, device)
+    experts = None if routers is None else RecordedExperts(routers, rows, width + longest).to(device)
     has_states = getattr(get_model_config(chunks[0]), "is_hybrid_model", False)
     decoder = (_Recomputing if has_states else _Decoder)(chunks, pg, lengths, width + longest, device, experts)
     prompts, seeds = prompts.to(device), samples.seeds[:, 0].to(device)
@@ -100,7 +98,10 @@ def generate(
             if decoder.all_done(done):
                 break
             new = token[:, None]
-    return Generated(responses, mask, log_probs, routed_experts=None if experts is None else experts.of_responses(mask))
+    column = None
+    if experts is not None:
+        column = experts_of_responses(experts, lengths.to(device), mask, samples.ids.size(1))
+    return Generated(responses, mask, log_probs, routed_experts=column)
 
 
 class _Decoder:
@@ -113,7 +114,7 @@ class _Decoder:
         lengths: Tensor,
         max_length: int,
         device: torch.device,
-        experts: GeneratedExperts | None,
+        experts: RecordedExperts | None,
     ) -> None:
         self.chunks: Sequence[Any] = chunks
         self.experts = experts
@@ -146,7 +147,7 @@ class _Decoder:
             masked_decoding(self.chunks),
             unfused_rotation(self.chunks),
             rotated_key_cache(self.chunks, self.tokens),
-            latent_attention(self.chunks, self.tokens),
+            latent_positions(self.chunks, self.tokens),
         ):
             yield
 
@@ -167,19 +168,17 @@ class _Decoder:
             if self.window is not None:
                 before = (positions - self.positions[:, : start + 1])[:, None, None, :]
                 mask = mask | (before > self.window)
-        output = self._through_chunks(ids, positions, mask, start, inference_context=self.cache)
+        output = self._through_chunks(ids, positions, mask, inference_context=self.cache)
         self.cache.enable_decode_mode()
         return output
 
-    def _through_chunks(
-        self, ids: Tensor, positions: Tensor, mask: Tensor | None, start: int, **context: Any
-    ) -> Tensor | None:
+    def _through_chunks(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **context: Any) -> Tensor | None:
         output = None
         for index, chunk in enumerate(self.chunks):
             if self.stage > 0 or index > 0:
                 output = None  # of the chunk before, which was sent
                 chunk.set_input_tensor(self._receive(chunk, ids.size(1), ids.size(0)))
-            with self._recording(chunk, start):
+            with self._recording(chunk, positions):
                 output = chunk(ids, positions, mask, runtime_gather_output=True, **context)
             if not self._is_end(index):
                 self._send(output)
@@ -199,10 +198,11 @@ class _Decoder:
             dist.all_reduce(left, group=self.pg.tp_ep)
         return int(left) == 0
 
-    def _recording(self, chunk: Any, start: int) -> contextlib.AbstractContextManager[None]:
+    def _recording(self, chunk: Any, positions: Tensor) -> contextlib.AbstractContextManager[None]:
         if self.experts is None:
             return contextlib.nullcontext()
-        return self.experts.in_pass(chunk, start - self.width if start else None)
+        first = torch.arange(len(positions), device=positions.device)[:, None] * self.experts.width
+        return self.experts.in_pass(chunk, (first + positions).T.flatten())
 
     def _is_end(self, index: int) -> bool:
         return self.stage == len(self.stages) - 1 and index == len(self.chunks) - 1
@@ -237,7 +237,7 @@ class _Recomputing(_Decoder):
             self.ends = self.ends + 1
         self.tokens.last = self.ends - 1
         columns = torch.arange(self.ids.size(1), device=ids.device).expand_as(self.ids)
-        return self._through_chunks(self.ids, columns, None, 0)
+        return self._through_chunks(self.ids, columns, None)
 
 
 def _steps(longest: int, device: torch.device) -> Iterable[int]:

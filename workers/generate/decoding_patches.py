@@ -128,14 +128,15 @@ def masked_decoding(chunks: Sequence[nn.Module]) -> Iterator[None]:
     windows in some layers, gets the mask with this type: ``[rows, 1, 1, keys]``, for one query per row. A window of all
     layers is part of the mask.
     """
-    cores = [
-        module
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        if name.endswith("core_attention") and not isinstance(module, TEDotProductAttention)
-    ]
-    for core in cores:
-        core.forward = functools.partial(_attend_to_allowed_keys, core)
+    cores: list[Any] = []
+    modules: Iterator[Any] = (module for chunk in chunks for module in chunk.modules())
+    for attention in modules:
+        core = getattr(attention, "core_attention", None)
+        if isinstance(core, nn.Module) and not isinstance(core, TEDotProductAttention):
+            # Multi-latent attention has a scale of its own, which depends on YaRN's factor.
+            scale = getattr(attention, "softmax_scale", None) or get_model_config(core).softmax_scale
+            core.forward = functools.partial(_attend_to_allowed_keys, core, scale)
+            cores.append(core)
     try:
         yield
     finally:
@@ -144,13 +145,20 @@ def masked_decoding(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _attend_to_allowed_keys(
-    core: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
+    core: Any,
+    scale: float | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     forward = functools.partial(type(core).forward, core, query, key, value, attention_mask)
     engine = type(core).__module__.startswith("megatron.core.extensions.")
     if engine and query.size(0) == 1 and _is_plain(core.config, attention_mask):
-        scale = core.config.softmax_scale or 1.0 / math.sqrt(query.size(-1))
-        return attend_once(query, key, value, None if attention_mask is None else ~attention_mask, scale)
+        allowed = None if attention_mask is None else ~attention_mask
+        return attend_once(query, key, value, allowed, scale or 1.0 / math.sqrt(query.size(-1)))
     if attention_mask is None:
         return forward(*args, **kwargs)
     return forward(**kwargs | {"attn_mask_type": AttnMaskType.arbitrary})
@@ -218,6 +226,30 @@ def _cache_rotated(
         )
     adjust = type(attention)._adjust_key_value_for_inference
     return adjust(attention, cache, query, key, value, None, *rest)
+
+
+@contextlib.contextmanager
+def latent_positions(chunks: Sequence[nn.Module], tokens: TokenPositions) -> Iterator[None]:
+    """Rotate each row's new token of multi-latent attention by its own position; Megatron caches keys rotated."""
+    attentions = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MLASelfAttention)]
+    rotaries: list[Any] = [attention.rotary_pos_emb for attention in attentions]
+    for rotary in rotaries:
+        rotary.forward = functools.partial(_angles_of_rows, rotary, tokens)
+    try:
+        yield
+    finally:
+        for rotary in rotaries:
+            del rotary.forward
+
+
+def _angles_of_rows(rotary: Any, tokens: TokenPositions, length: int, **kwargs: Any) -> Any:
+    """Return the angles ``[length, 1, 1, width]``, or if rows differ the new tokens' ``[length, rows, 1, width]``."""
+    rotated = type(rotary).forward(rotary, length, **kwargs)
+    if tokens.new is None:
+        return rotated
+    angles, scale = rotated if isinstance(rotated, tuple) else (rotated, None)
+    of_rows = angles[tokens.new].transpose(0, 1).expand(length, -1, -1, -1)
+    return of_rows if scale is None else (of_rows, scale)
 
 
 class _Rotation:

@@ -52,15 +52,15 @@ class RolloutEngine:
     place: Callable[[ActorConfig, Sequence[str]], list[EnginePlacement]] | None = None
 
 
-def _check_megatron(config: ActorConfig) -> None:
-    check_generation(config.parallel)
-
-
-def _build_megatron(worker: Any) -> Rollout:
-    return MegatronRollout(worker.config, worker.model, worker.context)
-
-
-ROLLOUT_ENGINES.add("megatron", RolloutEngine(_check_megatron, _build_megatron, in_worker=True, records_experts=True))
+ROLLOUT_ENGINES.add(
+    "megatron",
+    RolloutEngine(
+        check=lambda config: check_generation(config.parallel),
+        build=lambda worker: MegatronRollout(worker.config, worker.model, worker.context),
+        in_worker=True,
+        records_experts=True,
+    ),
+)
 
 
 def _build_vllm(worker: Any) -> Rollout:

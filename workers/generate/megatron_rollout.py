@@ -16,7 +16,7 @@ from workers.generate.decoding import generate
 from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts, Rollout
 from workers.generate.sampling import Sampling
 from workers.router_replay.routers import ModelRouters
-from workers.train.pipeline import releasing_inputs, scoring
+from workers.schedule import releasing_inputs, scoring
 
 
 class MegatronRollout(Rollout):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,21 +32,12 @@ def base_hash(model: ModelConfig) -> str:
         kept = {name: value for name, value in fields.items() if name not in _NOT_OF_BASE}
         digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
         return digest.hexdigest()
-    for name, tensor in sorted(tensors_at(Path(model.hf_path)), key=lambda named: named[0]):
+    files = map(open_safetensors, sorted(Path(model.hf_path).glob("*.safetensors")))
+    tensors = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
+    for name, tensor in sorted(tensors.items()):
         shape = tensor.get_shape()
         digest.update(f"{name} {tensor.get_dtype()} {shape}".encode())
         for part in range(_SAMPLES):
             row = tuple(slice(at, at + 1) for at in [(size - 1) * part // (_SAMPLES - 1) for size in shape[:-1]])
             digest.update(tensor[row or ...].reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def tensors_at(directory: Path) -> Iterator[tuple[str, Any]]:
-    """Iterate over the names and the slices (``get_slice`` of safetensors) of all tensors in a directory.
-
-    Raises:
-        DataError: a file is damaged.
-    """
-    for path in sorted(directory.glob("*.safetensors")):
-        file = open_safetensors(path)
-        yield from ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - not a mapping

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ from workers.model.transformer_config import checked_fields, parallel_fields
 from workers.model.value_head import ValueHead
 from workers.weights.hf.config import read_config
 from workers.weights.hf.family import ModelFamily
-from workers.weights.hf.fields import INERT
 from workers.weights.hf.files import WeightFiles
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import OUTPUT_LAYER
@@ -57,7 +55,6 @@ _WITHOUT_ENGINE = {
 }
 _DIGITS = "0123456789"
 _OF_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
-_INERT = INERT | {"architectures", "model_type"}
 _ALWAYS = {
     "cross_entropy_loss_fusion": False,
     "moe_router_bias_update_rate": 0.0,
@@ -79,9 +76,6 @@ class BridgeModel:
         context: the layout that the model is built in.
         value_head: whether the model gets a value head, for which its output layer is not that of its embedding.
 
-    Attributes:
-        unused_keys: the keys of ``config.json`` that change what a model computes, and that Bridge has not read.
-
     Raises:
         ConfigError: Bridge is not installed, or does not have the model; a field of ``model.transformer`` is unknown;
             or the model needs layers of Transformer Engine where there is none.
@@ -92,7 +86,7 @@ class BridgeModel:
     ) -> None:
         _check_installed()
         self.bridge = _opened(local_directory(str(model.hf_path)))
-        self.config, self.unused_keys = _recorded(self.bridge, Path(local_directory(str(model.hf_path))))
+        self.config = _provider_of(self.bridge)
         dtype = getattr(torch, model.dtype)
         fields = {
             **_ALWAYS,
@@ -304,26 +298,13 @@ def _opened(path: str) -> Any:
         raise ConfigError(text, key="model.hf_path", value=path) from error
 
 
-def _recorded(bridge: Any, path: Path) -> tuple[Any, list[str]]:
-    """Return Bridge's provider, and the keys of ``config.json`` that were not read while it was made."""
-    config, read = bridge.hf_pretrained.config, set[str]()
+def _provider_of(bridge: Any) -> Any:
+    """Return Bridge's provider of a model, with which Bridge builds it."""
+    config = bridge.hf_pretrained.config
     rope = getattr(config, "rope_parameters", None) or {}
     if "partial_rotary_factor" in rope and not hasattr(config, "partial_rotary_factor"):
         config.partial_rotary_factor = rope["partial_rotary_factor"]  # where transformers had it until 5.13
-
-    class Recording(type(config)):  # type: ignore[misc]
-        def __getattribute__(self, name: str) -> Any:
-            read.add(name)
-            return super().__getattribute__(name)
-
-    kind, config.__class__ = type(config), Recording
-    try:
-        provider = bridge.to_megatron_provider(load_weights=False)
-    finally:
-        config.__class__ = kind
-    source = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    aliases = {name for name, other in kind.attribute_map.items() if other in read}
-    return provider, sorted(name for name in source.keys() - read - aliases - _INERT if name[0] != "_")
+    return bridge.to_megatron_provider(load_weights=False)
 
 
 def _use_local_layers(config: Any, context: MegatronContext, path: str) -> None:

@@ -20,7 +20,7 @@ from parallel_state.dry_run import transformer_engine
 from parallel_state.megatron import MegatronContext
 from parallel_state.releases import language_models
 from workers.config import ModelConfig, ParallelConfig
-from workers.config.fit import check_engine_windows, check_local, padded_vocab_size
+from workers.config.fit import check_local, padded_vocab_size
 from workers.distinct_tokens import attend_over_rows
 from workers.lora.attach import choose_trained_weights
 from workers.model.bridge import BridgeModel
@@ -32,11 +32,12 @@ from workers.model.placement import place_chunks
 from workers.model.token_prediction import add_prediction_layers, finish_prediction_layers
 from workers.model.transformer_config import transformer_config
 from workers.model.value_head import put_value_head
-from workers.model.vocab_padding import mask_padded_vocabulary
 from workers.weights.hf.model import load_hf
 from workers.weights.hf.verify_load import verify_load
 
 _LATENT_EPSILON = 1e-6
+# Far below any logit at any temperature, but finite: a probability of 0 times -inf would make an entropy NaN.
+_IMPOSSIBLE = -3.0e4
 
 
 class ModelProvider(Protocol):
@@ -93,10 +94,6 @@ def build_model(
     if model_provider is None:
         built_by = BridgeModel if model.provider == "bridge" else _OwnModel
         model_provider = built_by(model, parallel, context, value_head)
-        if isinstance(model_provider, BridgeModel) and model_provider.unused_keys and dist.get_rank() == 0:
-            _print_once(
-                f"Megatron-Bridge has not read these keys of config.json: {', '.join(model_provider.unused_keys)}"
-            )
     build_chunk = _with_groups(model_provider, context.pg)
     with context.activate():
         chunks = [
@@ -122,10 +119,26 @@ def build_model(
 
 
 def _mask_padding(chunk: Any, vocab_size: int) -> None:
-    """Mask the padding of the vocabulary in the logits of any GPTModel or HybridModel, unless that was done."""
+    """Set the probability of entries from ``vocab_size`` on to 0, in logits that are gathered over tp or not.
+
+    A chunk of a GPTModel or HybridModel gets the attribute ``unpadded_vocab_size``; one that has it stays as it is.
+    """
     padded = isinstance(chunk, language_models()) and chunk.vocab_size >= vocab_size
-    if padded and not hasattr(chunk, "unpadded_vocab_size"):
-        mask_padded_vocabulary(chunk, vocab_size)
+    if not padded or hasattr(chunk, "unpadded_vocab_size"):
+        return
+    chunk.unpadded_vocab_size = vocab_size
+    if not chunk.post_process or chunk.vocab_size == vocab_size:
+        return
+    tp_rank = chunk.pg_collection.tp.rank()
+
+    def mask(layer: torch.nn.Module, args: Any, output: tuple[torch.Tensor, Any]) -> None:
+        logits = output[0]
+        width = logits.size(-1)
+        first = 0 if width == chunk.vocab_size else tp_rank * width
+        real = min(max(vocab_size - first, 0), width)
+        logits.narrow(-1, real, width - real).fill_(_IMPOSSIBLE)
+
+    chunk.output_layer.register_forward_hook(mask)
 
 
 def _with_groups(
@@ -183,8 +196,6 @@ class _OwnModel:
         self.implementation = chosen_implementation(model.transformer_impl)
         if self.implementation == "local":
             check_local(model, on_gpu=torch.cuda.is_available(), counted=transformer_engine.counted_fields())
-        else:
-            check_engine_windows(model, parallel)
         if dist.get_rank() == 0 and device.current.has_memory:  # a dry run's report names the layers
             _print_once(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
             for field, value in gpu_defaults(model).items():

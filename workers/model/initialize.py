@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -53,29 +52,19 @@ def initialize_weights(
                 matrices.append((shard, get_model_config(chunk)))
             elif shard.name.endswith("bias"):
                 shard.param.zero_()
-    for shard, values in _random_by_threads(matrices, seed, _threads()):
-        shard.param.copy_(values)
+    threads = _threads()
+    with ThreadPoolExecutor(threads, thread_name_prefix="initialize") as pool:
+        for start in range(0, len(matrices), threads):  # so many whole tensors are in memory
+            some = matrices[start : start + threads]
+            drawn = pool.map(lambda matrix: _initial_values(matrix[0], matrix[1], seed), some)
+            for (shard, _), values in zip(some, drawn, strict=True):
+                shard.param.copy_(values)
 
 
 def _threads() -> int:
     """This rank's part of the CPUs of its node, which has at most as many ranks as this process sees GPUs."""
     ranks_of_node = torch.cuda.device_count() if torch.cuda.is_available() else dist.get_world_size()
     return min(max(len(os.sched_getaffinity(0)) // ranks_of_node, 1), _MOST_THREADS)
-
-
-def _random_by_threads(
-    matrices: Iterable[tuple[WeightShard, TransformerConfig]], seed: int, threads: int
-) -> Iterator[tuple[WeightShard, torch.Tensor]]:
-    """Iterate over shards with their values; at most ``threads`` whole tensors are in memory."""
-    pending: deque[tuple[WeightShard, Future[torch.Tensor]]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="initialize") as pool:
-        for shard, config in matrices:
-            if len(pending) == threads:
-                first, values = pending.popleft()
-                yield first, values.result()
-            pending.append((shard, pool.submit(_initial_values, shard, config, seed)))
-        for shard, values in pending:
-            yield shard, values.result()
 
 
 def _initial_values(shard: WeightShard, config: TransformerConfig, seed: int) -> torch.Tensor:

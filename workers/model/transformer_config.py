@@ -30,7 +30,7 @@ _ACTIVATIONS = {
     "squared_relu": activations.squared_relu,
     "quick_gelu": activations.quick_gelu,
 }
-_SAME_NAME = (
+_OF_LAYERS = (
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -43,38 +43,12 @@ _SAME_NAME = (
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
 )
+SAME_NAME = (*_OF_LAYERS, "attention_dropout", "hidden_dropout", "init_method_std")
+"""The fields that ModelConfig and Megatron's TransformerConfig have under the same name, of models without experts."""
 # Fields that a model which was built elsewhere must have in common with the configuration: they are exported, or decide
 # how ranks divide the model and communicate. The first ones are compared on TransformerConfig, the others on GPTModel.
-_ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "ffn_hidden_size",
-    "kv_channels",
-    "normalization",
-    "layernorm_epsilon",
-    "gated_linear_unit",
-    "activation_func",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "num_moe_experts",
-    "params_dtype",
-)
-_LAYOUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-)
+_ARCHITECTURE = (*_OF_LAYERS, "activation_func", "num_moe_experts", "params_dtype")
 _POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent")
 # Defaults that differ from Megatron's; a user may set other values.
 _CHANGEABLE = frozenset(
@@ -137,6 +111,7 @@ def given_fields(
     if given.get("multi_latent_attention"):
         kind = MLATransformerConfig
         fields |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+        fields["num_query_groups"] = model.num_attention_heads  # every head has keys, also in Megatron's cache
         if given.get("q_lora_rank", 0) is None:  # Megatron's class has no annotation for queries without compression
             fields["q_lora_rank"] = given.pop("q_lora_rank")
     given.pop("mtp_num_layers", None)  # built beside the model: workers.model.token_prediction
@@ -146,7 +121,7 @@ def given_fields(
 
 def _from_model(model: ModelConfig) -> dict[str, Any]:
     dtype = getattr(torch, model.dtype)
-    fields = {name: getattr(model, name) for name in _SAME_NAME}
+    fields = {name: getattr(model, name) for name in SAME_NAME}
     fields |= {
         "activation_func": _ACTIVATIONS[model.activation],
         "params_dtype": dtype,
@@ -208,7 +183,7 @@ def check_chunks(chunks: Sequence[Any], model: ModelConfig, parallel: ParallelCo
         if not isinstance(config, TransformerConfig):
             continue
         dense = config.num_moe_experts is None and expected.num_moe_experts is None
-        for name in (*_ARCHITECTURE, *_LAYOUT):
+        for name in (*_ARCHITECTURE, *(name for name in parallel_fields(parallel) if name not in _CHANGEABLE)):
             unnamed = name == "activation_func" and config.activation_func not in _ACTIVATIONS.values()
             latent = name in ("num_query_groups", "kv_channels") and config.multi_latent_attention
             if not (unnamed or latent or (dense and name == "expert_tensor_parallel_size")):

@@ -141,71 +141,27 @@ def at_columns(values: Tensor, start: Tensor, lengths: Tensor, columns: int) -> 
         lengths: int64 ``[rows]``, the number of tokens.
         columns: of the result.
     """
-    places = torch.arange(columns)[None] - start[:, None]
+    places = torch.arange(columns, device=start.device)[None] - start[:, None]
     return _moved(values, places, (places >= 0) & (places < lengths[:, None]))
 
 
 def _moved(values: Tensor, source: Tensor, inside: Tensor) -> Tensor:
-    rows = torch.arange(len(values))[:, None]
+    rows = torch.arange(len(values), device=values.device)[:, None]
     moved = values[rows, source.clamp(0, values.size(1) - 1)]
     return moved.masked_fill_(~inside.view(*inside.shape, *[1] * (values.dim() - 2)), NOT_RECORDED)
 
 
-class GeneratedExperts:
-    """The experts of prompts and of their responses, in the columns of both, with prompts at the right edge of theirs.
+def experts_of_responses(recorded: RecordedExperts, lengths: Tensor, mask: Tensor, prompt_columns: int) -> Tensor:
+    """Return the experts of prompts and responses, ``[rows, prompt + response, layers, topk]`` (a collective over pp).
+
+    The last token of a response has none: it does not go through the model.
 
     Args:
-        routers: the routers of this rank.
+        recorded: the experts of the rows, each from the first token of its prompt on, after the passes of generation.
         lengths: int64 ``[rows]``, the tokens of each prompt.
-        prompt_columns: columns of the prompts.
-        response_columns: columns of the responses.
-        device: of the model.
+        mask: int64 ``[rows, response]``, 1 for the tokens of the response.
+        prompt_columns: columns of the prompts, which are at their right edge.
     """
-
-    def __init__(
-        self,
-        routers: ModelRouters,
-        lengths: Tensor,
-        prompt_columns: int,
-        response_columns: int,
-        device: torch.device,
-    ) -> None:
-        self._routers, self._prompt_columns = routers, prompt_columns
-        sizes = (len(lengths), prompt_columns + response_columns, len(routers.local), routers.topk)
-        self._local = torch.full(sizes, NOT_RECORDED, dtype=routers.dtype, device=device)
-        self._place = torch.arange(prompt_columns, device=device) - prompt_columns + lengths.to(device)[:, None]
-
-    @contextlib.contextmanager
-    def in_pass(self, chunk: nn.Module, response_column: int | None) -> Iterator[None]:
-        """Context manager of a pass through an unwrapped chunk.
-
-        Args:
-            chunk: the chunk.
-            response_column: the column of the one new token of every row. None: it is the pass of the prompts
-                ``[rows, seq]``, each from its first token on.
-        """
-        with self._routers.recording(chunk) as choices:
-            yield
-        places = self._routers.places(chunk)
-        for chosen in choices:
-            by_row = chosen.unflatten(0, (-1, len(self._local))).transpose(0, 1)  # from [seq, rows]
-            if response_column is not None:
-                self._local[:, self._prompt_columns + response_column, places] = by_row[:, 0]
-                continue
-            rows = torch.arange(len(self._local), device=by_row.device)[:, None]
-            prompts = by_row[rows, self._place.clamp(min=0)]
-            prompts.masked_fill_((self._place < 0)[:, :, None, None], NOT_RECORDED)
-            self._local[:, : self._prompt_columns, places] = prompts
-
-    def of_responses(self, mask: Tensor) -> Tensor:
-        """Return the experts of all layers, ``[rows, prompt + response, layers, topk]`` (a collective over pp).
-
-        The last token of a response has none: it does not go through the model.
-
-        Args:
-            mask: int64 ``[rows, response]``, 1 for the tokens of the response.
-        """
-        without = torch.ones_like(mask, dtype=torch.bool)
-        without[:, :-1] = mask[:, 1:] == 0
-        self._local[:, self._prompt_columns :].masked_fill_(without[:, :, None, None], NOT_RECORDED)
-        return self._routers.of_all_stages(self._local)
+    values = recorded.routers.of_all_stages(recorded.local())
+    computed = lengths + mask.sum(1) - 1
+    return at_columns(values, prompt_columns - lengths, computed, prompt_columns + mask.size(1))

@@ -312,34 +312,30 @@ class RowReader:
             temperature: divides the logits when the rows are scored.
             experts: returns the ``experts`` of the rows from the columns of the batch; None if there are none.
         """
-        batch = tensor_columns(data)
 
-        def read() -> TokenBatch:
+        def build(batch: Mapping[str, Tensor]) -> TokenBatch:
             rows = response_batch(batch, columns, method=method, **self._limits, temperature=temperature)
-            rows.together = self._together(data, rows)
             if experts is not None:
                 rows.experts = experts(batch, rows)
             return rows
 
-        with before_changes():
-            return raise_on_every_rank(read, self._group)
+        return self._read(data, build)
 
     def supervised(self, data: DataProto, method: str) -> TokenBatch:
         """Return the rows whose targets have a ``loss_mask`` of 1: see ``supervised_batch``."""
+        return self._read(data, lambda batch: supervised_batch(batch, method=method, **self._limits))
+
+    def _read(self, data: DataProto, build: Callable[[Mapping[str, Tensor]], TokenBatch]) -> TokenBatch:
         batch = tensor_columns(data)
 
         def read() -> TokenBatch:
-            rows = supervised_batch(batch, method=method, **self._limits)
-            rows.together = self._together(data, rows)
+            rows = build(batch)
+            check_near_names(data.meta_info, ("temperature", ROWS_TOGETHER), "scoring and training")
+            rows.together = rows_together(data.meta_info, len(rows))
             return rows
 
         with before_changes():
             return raise_on_every_rank(read, self._group)
-
-    @staticmethod
-    def _together(data: DataProto, rows: TokenBatch) -> int:
-        check_near_names(data.meta_info, ("temperature", "adapter", ROWS_TOGETHER), "scoring and training")
-        return rows_together(data.meta_info, len(rows))
 
 
 def _left_aligned(

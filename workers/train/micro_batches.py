@@ -78,23 +78,18 @@ class MicroBatcher:
                     "ppo_micro_batch_size (and log_prob_micro_batch_size) to at least that",
                     rows_together=rows.together,
                 )
-        multiple, count_multiple = self.length_multiple, self.count_multiple
-        if not size.tokens and not self.packed:
-            return equal_micro_batches(rows, index, most, size.rows, count_multiple)
+        multiple, packed = self.length_multiple, self.packed
         if not size.tokens:
-            return packed_equal_micro_batches(rows, index, most, size.rows, count_multiple, length_multiple=multiple)
-        if not self.packed:
+            return equal_micro_batches(
+                rows, index, most, size.rows, self.count_multiple, length_multiple=multiple, packed=packed
+            )
+        if not packed:
             multiple = width_multiple(multiple, self.device)
         least = least_count(
-            rows.lengths[index],
-            size.tokens,
-            multiple,
-            rows.tokens.size(1),
-            packed=self.packed,
-            together=rows.together,
+            rows.lengths[index], size.tokens, multiple, rows.tokens.size(1), packed=packed, together=rows.together
         )
-        count = -(-max(self.gather(least)) // count_multiple) * count_multiple
-        return token_micro_batches(rows, index, count, size.tokens, length_multiple=multiple, packed=self.packed)
+        count = -(-max(self.gather(least)) // self.count_multiple) * self.count_multiple
+        return token_micro_batches(rows, index, count, size.tokens, length_multiple=multiple, packed=packed)
 
     def on_device(self, model: Sequence[nn.Module], batches: Iterable[TokenBatch]) -> list[TokenBatch]:
         """Return micro-batches on the device, with this rank's targets located while their masks are on the CPU."""
@@ -121,9 +116,18 @@ def width_multiple(length_multiple: int, device: torch.device) -> int:
 
 
 def equal_micro_batches(
-    batch: TokenBatch, index: Tensor, most: int, micro_batch_size: int, multiple: int = 1
+    batch: TokenBatch,
+    index: Tensor,
+    most: int,
+    micro_batch_size: int,
+    multiple: int = 1,
+    *,
+    length_multiple: int = 1,
+    packed: bool = False,
 ) -> list[MicroBatch]:
     """Divide the rows at ``index`` into micro-batches of equal size, the last ones filled up.
+
+    Packed ones are not filled up; one without rows takes one short row as filling.
 
     Args:
         batch: the rows of this data-parallel rank.
@@ -132,29 +136,17 @@ def equal_micro_batches(
             alone, so that all ranks agree.
         micro_batch_size: the most rows of a micro-batch.
         multiple: the number of micro-batches is a multiple of this (pp, under an interleaved schedule).
+        length_multiple: the lengths of packed rows are rounded up to a multiple of this.
+        packed: whether the rows of a micro-batch are one sequence.
     """
     units = -(-most // batch.together)
     count = max(-(-units // (micro_batch_size // batch.together)), 1)
     count = -(-count // multiple) * multiple
     size = max(-(-units // count), 1) * batch.together
-    return [_micro_batch(batch, index[at * size : (at + 1) * size], size) for at in range(count)]
-
-
-def packed_equal_micro_batches(
-    batch: TokenBatch, index: Tensor, most: int, micro_batch_size: int, multiple: int = 1, *, length_multiple: int = 1
-) -> list[MicroBatch]:
-    """As ``equal_micro_batches``, packed and not filled up; a micro-batch without rows takes one short row as filling.
-
-    Args:
-        batch: see ``equal_micro_batches``, as for the others.
-        index: the rows to take.
-        most: the largest number of rows of any data-parallel rank.
-        micro_batch_size: the most rows of a micro-batch.
-        multiple: the number of micro-batches is a multiple of this.
-        length_multiple: lengths are rounded up to a multiple of this.
-    """
-    padded = equal_micro_batches(batch, index, most, micro_batch_size, multiple)
-    return [_packed(batch, part.index, _shortest(batch, index), length_multiple) for part in padded]
+    parts = [index[at * size : (at + 1) * size] for at in range(count)]
+    if packed:
+        return [_packed(batch, part, _shortest(batch, index), length_multiple) for part in parts]
+    return [_micro_batch(batch, part, size) for part in parts]
 
 
 def token_micro_batches(

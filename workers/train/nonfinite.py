@@ -1,9 +1,9 @@
 """Report gradients that are not finite: on which rank, in which loss, in which parameter.
 
 To find the parameter, each rank computes the mini-batch again, without reduction. Without reduction over data-parallel
-ranks, a gradient that is not finite stays on the ranks that compute with it.
-Within a rank and along tp, cp, ep and pp it still spreads to all layers before its own. So every rank notes at which
-point of its backward pass each layer got the gradient of its output, and the earliest point of all ranks is the origin.
+ranks, a gradient that is not finite stays on the ranks that compute with it. Within a rank and along tp, cp, ep and pp
+it still spreads to all layers before its own. So the origin is the module that the forward pass comes to last, of all
+ranks' modules with such a gradient.
 """
 
 from __future__ import annotations
@@ -53,18 +53,15 @@ class GradientFinding(NamedTuple):
     Attributes:
         part: number of the part of the mini-batch that was computed.
         chunks_after: number of model chunks whose backward pass runs before.
-        point: number of gradients of outputs that this chunk had computed before the gradient of the module with the
-            parameter.
-        inside: whether the gradient of the module's output was finite. A module that got another one comes first: the
-            module may have communicated with it.
-        finite: number of the module's parameters with a finite gradient.
+        before: number of modules that the forward pass of the chunk comes to before the parameter's, negative.
+        finite: number of the module's parameters with a finite gradient. On a rank of tp that only got its input's
+            gradient from the others, the norm inside a linear layer has none, and the layer's weight has one.
         parameter: its name.
     """
 
     part: int
     chunks_after: int
-    point: int
-    inside: bool
+    before: int
     finite: int
     parameter: str
 
@@ -142,10 +139,10 @@ def first_nonfinite_gradient(
         for part, start in enumerate(range(0, len(micro_batches), size)):  # all of them: other ranks may find more
             for chunk in chunks:
                 chunk.zero_grad_buffer()
-            with _OutputGradients(chunks) as outputs, _without_reduction(chunks):
+            with _noting_order(chunks) as order, _without_reduction(chunks):
                 compute(micro_batches[start : start + size])
             for index, chunk in enumerate(chunks):
-                finding = _first_of(chunk, part, _chunks_after(index, len(chunks), pg), outputs.of_chunk[index])
+                finding = _first_of(chunk, part, _chunks_after(index, len(chunks), pg), order)
                 first = min((place for place in (first, finding) if place is not None), default=None)
     return first
 
@@ -159,45 +156,24 @@ def _chunks_after(index: int, chunks: int, pg: ProcessGroupCollection) -> int:
     return chunks * pg.pp.size() - 1 - (index * pg.pp.size() + pg.pp.rank())
 
 
-class _OutputGradients:
-    """Context manager that notes when each module gets the gradient of its output, and whether it is finite.
+@contextlib.contextmanager
+def _noting_order(chunks: Sequence[nn.Module]) -> Iterator[dict[nn.Module, int]]:
+    """Context manager whose value gets the modules in the order in which their first forward passes start."""
+    order: dict[nn.Module, int] = {}
 
-    Attributes:
-        of_chunk: for every chunk, when each module got the gradient of its output, and whether it was finite.
-    """
+    def note(module: nn.Module, inputs: Any) -> None:
+        order.setdefault(module, len(order))
 
-    def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        self.of_chunk: list[dict[nn.Module, tuple[int, bool]]] = [{} for _ in chunks]
-        self._hooks = [
-            module.register_forward_hook(self._hook(noted))
-            for chunk, noted in zip(chunks, self.of_chunk, strict=True)
-            for module in chunk.modules()
-        ]
-
-    def __enter__(self) -> _OutputGradients:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
+    hooks = [module.register_forward_pre_hook(note) for chunk in chunks for module in chunk.modules()]
+    try:
+        yield order
+    finally:
+        for hook in hooks:
             hook.remove()
 
-    def _hook(self, noted: dict[nn.Module, tuple[int, bool]]) -> Callable[..., None]:
-        def after_forward(module: nn.Module, _: Any, output: Any) -> None:
-            def note(gradient: Tensor) -> None:
-                point, finite = noted.get(module, (len(noted), True))
-                noted[module] = point, finite and _is_finite(gradient)
 
-            for value in output if isinstance(output, tuple) else (output,):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    value.register_hook(note)
-
-        return after_forward
-
-
-def _first_of(
-    chunk: nn.Module, part: int, chunks_after: int, outputs: dict[nn.Module, tuple[int, bool]]
-) -> GradientFinding | None:
-    """Return the parameter whose module was the first to get the gradient of its output."""
+def _first_of(chunk: nn.Module, part: int, chunks_after: int, order: Mapping[nn.Module, int]) -> GradientFinding | None:
+    """Return the parameter of the last module in the forward pass that has a gradient which is not finite."""
     findings = []
     for prefix, module in unwrap_model(chunk).named_modules():
         gradients = {
@@ -206,8 +182,7 @@ def _first_of(
             if (gradient := getattr(parameter, "main_grad", None)) is not None
         }
         wrong = [name for name, gradient in gradients.items() if not _is_finite(gradient)]
-        noted = outputs.get(module, (len(outputs), True))
-        place = (part, chunks_after, *noted, len(gradients) - len(wrong))
+        place = part, chunks_after, -order.get(module, 0), len(gradients) - len(wrong)
         findings += [GradientFinding(*place, f"{prefix}.{name}") for name in wrong]
     return min(findings, default=None)
 

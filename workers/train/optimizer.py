@@ -300,11 +300,13 @@ class Step(NamedTuple):
         made: whether the weights changed.
         grad_norm: norm of the gradients before clipping.
         overflow: whether float16 overflowed. That is no error: the loss scale falls, and the step is skipped.
+        lr: its learning rate.
     """
 
     made: bool
     grad_norm: float
     overflow: bool = False
+    lr: float = 0.0
 
 
 def guarded_step(optimizer: MegatronOptimizer) -> Step:

@@ -1,4 +1,4 @@
-"""Run micro-batches through Megatron's schedules (no pipelining, 1F1B, interleaved), for scores or for gradients."""
+"""Run micro-batches of rows through a model, for scores or for gradients."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
 from mcontroller.trace.schedule import tracing
+from workers.schedule import releasing_inputs, run_schedule, scoring
 from workers.train.batches import TokenBatch
 from workers.train.forward import token_positions
 from workers.train.metrics import LOSS_COUNT
@@ -26,30 +25,6 @@ Loss = Callable[[TokenBatch, Any], tuple[Tensor, Tensor, dict[str, Any]]]
 """Maps a micro-batch and the last stage's output to (loss summed over valid tokens, their number, the report)."""
 Count = Callable[[TokenBatch], Tensor]
 """Maps a micro-batch to the number that its ``Loss`` will return, for the targets of all context-parallel ranks."""
-
-
-@contextlib.contextmanager
-def scoring(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Context manager that turns off dropout and gradients of the chunks."""
-    training = [chunk.training for chunk in chunks]
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for chunk, mode in zip(chunks, training, strict=True):
-            chunk.train(mode)
-
-
-@contextlib.contextmanager
-def releasing_inputs(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Context manager that releases the hidden states of the previous stage, which Megatron keeps in each chunk."""
-    try:
-        yield
-    finally:
-        for chunk in chunks:
-            unwrap_model(chunk).set_input_tensor(None)
 
 
 def run_for_scores(
@@ -72,12 +47,7 @@ def run_for_scores(
             return forward(model, rows), lambda output, non_loss_data: output
 
     with scoring(chunks), releasing_inputs(chunks), _tracing(chunks, micro_batches):
-        return _schedule(chunks, pg)(
-            forward_step_func=step,
-            **_schedule_arguments(chunks, micro_batches, pg),
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
+        return run_schedule(chunks, step, micro_batches, _shapes(micro_batches), pg, forward_only=True)
 
 
 def run_for_gradients(
@@ -109,11 +79,11 @@ def run_for_gradients(
         if not chunk.training:
             chunk.train()
     with releasing_inputs(chunks), _ending_replay(micro_batches), _tracing(chunks, micro_batches):
-        return _schedule(chunks, pg)(
-            forward_step_func=step,
-            **_schedule_arguments(chunks, micro_batches, pg),
-            forward_only=False,
-        )
+        return run_schedule(chunks, step, micro_batches, _shapes(micro_batches), pg, forward_only=False)
+
+
+def _shapes(micro_batches: Sequence[TokenBatch]) -> list[tuple[int, int]]:
+    return [batch.input_shape for batch in micro_batches]
 
 
 def _choosing_experts(
@@ -148,27 +118,3 @@ def _tracing(
     chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch]
 ) -> contextlib.AbstractContextManager[None]:
     return tracing([get_model_config(chunk) for chunk in chunks], micro_batches[0].tokens.device)
-
-
-def _schedule(chunks: Sequence[nn.Module], pg: ProcessGroupCollection) -> Callable[..., Any]:
-    return get_forward_backward_func(pp_size=pg.pp.size(), vp_size=len(chunks) if len(chunks) > 1 else None)
-
-
-def _schedule_arguments(
-    chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch], pg: ProcessGroupCollection
-) -> dict[str, Any]:
-    interleaved = len(chunks) > 1
-    # If shapes differ, stages send each other the shape of every tensor first. Packed ones differ most of the time:
-    # padding them to one length would cost what packing saves.
-    varying = len({batch.input_shape for batch in micro_batches}) > 1
-    get_model_config(chunks[0]).variable_seq_lengths = varying
-    iterators = [iter(micro_batches) for _ in chunks]
-    return {
-        "p2p_communicator": P2PCommunicator(pg.pp, get_model_config(chunks[0])),
-        "pg_collection": pg,
-        "data_iterator": iterators if interleaved else iterators[0],
-        "model": list(chunks) if interleaved else chunks[0],
-        "num_microbatches": len(micro_batches),
-        "seq_length": micro_batches[0].input_shape[1],
-        "micro_batch_size": micro_batches[0].input_shape[0],
-    }

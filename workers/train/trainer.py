@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from workers.train.metrics import LOSS_COUNT, Rule, reduce_reports
 from workers.train.micro_batches import MicroBatcher
 from workers.train.mini_batches import Division, counted_sizes, mini_batches_of_update
 from workers.train.nonfinite import GradientFinding, all_finite, first_nonfinite_gradient, raise_nonfinite
-from workers.train.optimizer import check_not_ended, gather_parameters, guarded_step, wrap_for_training
+from workers.train.optimizer import Step, check_not_ended, gather_parameters, guarded_step, wrap_for_training
 from workers.train.pipeline import Count, Forward, Loss, run_for_gradients
 from workers.train.router_losses import RouterLosses, move_expert_bias, reset_token_counts
 from workers.train.state import TrainingState, random_state, set_random_state
@@ -35,21 +35,9 @@ from workers.train.state import TrainingState, random_state, set_random_state
 BuildOptimizer = Callable[[Sequence[Any], OptimConfig], tuple[MegatronOptimizer, OptimizerParamScheduler]]
 
 
-class AppliedStep(NamedTuple):
-    """An optimizer step.
-
-    Attributes:
-        lr: its learning rate.
-        grad_norm: the norm of the gradients; None if the step was skipped.
-    """
-
-    lr: float
-    grad_norm: float | None
-
-
-def step_metrics(steps: Sequence[AppliedStep]) -> dict[str, float]:
+def step_metrics(steps: Sequence[Step]) -> dict[str, float]:
     """Return the learning rate of the last step, the mean gradient norm, and how many steps were made and skipped."""
-    norms = [step.grad_norm for step in steps if step.grad_norm is not None]
+    norms = [step.grad_norm for step in steps if step.made]
     grad_norm = {"grad_norm": sum(norms) / len(norms)} if norms else {}
     counts = {"skipped_steps": float(len(steps) - len(norms)), "optimizer_steps": float(len(norms))}
     return {"lr": steps[-1].lr} | grad_norm | counts
@@ -136,7 +124,7 @@ class Gradients:
             dist.all_reduce(count, group=self._pg.dp_cp)
         return reports, torch.where(count == 0, 1.0, count)
 
-    def apply(self, *, advance: int, skips_nonfinite: bool) -> AppliedStep:
+    def apply(self, *, advance: int, skips_nonfinite: bool) -> Step:
         """Make one optimizer step, or skip it.
 
         Args:
@@ -150,7 +138,7 @@ class Gradients:
         assert optimizer is not None and scheduler is not None
         lr = float(scheduler.get_lr({}))
         with span("optimizer"):
-            step = guarded_step(optimizer)
+            step = guarded_step(optimizer)._replace(lr=lr)
         reports = [report for part in self.parts for report in part.reports]
         if step.overflow and not all_finite(reports, self._batches[0].tokens.device):
             step = step._replace(overflow=False)  # a smaller scale of the loss would not help
@@ -159,11 +147,10 @@ class Gradients:
             move_expert_bias(state.model)
             scheduler.step(advance)
             state.counters["optimizer_steps"] += 1
-            return AppliedStep(lr, step.grad_norm)
-        if not step.overflow and not skips_nonfinite:
+        elif not step.overflow and not skips_nonfinite:
             steps, layout = state.counters["optimizer_steps"], state.context.layout
             raise_nonfinite(self._method, steps, step.grad_norm, reports, self._first_nonfinite(), layout)
-        return AppliedStep(lr, None)
+        return step
 
     def _first_nonfinite(self) -> GradientFinding | None:
         findings, random = [], random_state()
@@ -284,13 +271,13 @@ class Trainer:
         counted = rows.counted.nonzero().flatten()
         division_of_rank = mini_batches_of_update(method, rows, division, state.counters["updates"], pg.dp, device)
         state.weights_version += 1
-        reports, steps = list[dict[str, Tensor]](), list[AppliedStep]()
+        reports, steps = list[dict[str, Tensor]](), list[Step]()
         routers = RouterLosses(state.model, pg, device, count or self._loss_count)
         for index, most, total in division_of_rank:
             batches = self._divided(rows, counted[index], most, micro_batch_size)
             gradients = Gradients(method, state, self._batcher, batches, self._forward, loss, routers, total)
             steps.append(self._applied(gradients))
-            reports += [] if steps[-1].grad_norm is None else gradients.reports
+            reports += gradients.reports if steps[-1].made else []
             del gradients  # with its micro-batches on the device
         self._end_update()
         metrics = united(reduce_reports(reports, rules, pg, device), routers.means())
@@ -350,7 +337,7 @@ class Trainer:
     def _divided(self, rows: TokenBatch, index: Tensor, most: int, size: MicroBatchSize) -> list[TokenBatch]:
         return [divided.batch for divided in self._batcher.divide(rows, index, most, size)]
 
-    def _applied(self, gradients: Gradients) -> AppliedStep:
+    def _applied(self, gradients: Gradients) -> Step:
         skips = self.phases[self._state.counters["phase"]].on_nonfinite != "raise"
         return gradients.apply(
             advance=gradients.samples if self._schedule_unit == "samples" else 1, skips_nonfinite=skips

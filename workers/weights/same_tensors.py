@@ -30,7 +30,8 @@ def check_same_tensors(
     ]
     if missing or unexpected or differing:
         raise DataError(
-            f"{what}: missing {_some(missing)}; unexpected {_some(unexpected)}; of another shape {_some(differing)}",
+            f"{what}: missing {some_of(missing)}; unexpected {some_of(unexpected)}; of another shape "
+            + some_of(differing),
             missing=missing,
             unexpected=unexpected,
             differing=differing,
@@ -38,7 +39,7 @@ def check_same_tensors(
         )
 
 
-def _some(names: Sequence[str]) -> str:
-    if not names:
-        return "none"
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+def some_of(values: Sequence[str | int], most: int = 8) -> str:
+    """Return the first values as text, and how many there are more."""
+    text = ", ".join(map(str, values[:most])) or "none"
+    return text + (f" and {len(values) - most} more" if len(values) > most else "")

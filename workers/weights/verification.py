@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 
 from mcontroller.errors import MControllerError
 from workers.weights.fingerprints import Fingerprint, whole_fingerprints
+from workers.weights.same_tensors import some_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Verification:
         missing = sorted({name for name, _ in expected.keys() - held_values.keys()})
         unknown = sorted({name for name, _ in held_values.keys() - expected.keys()})
         if tensors or missing or unknown:
-            on = f" (ranks {_some(sorted(ranks), 16)})" if ranks else ""
+            on = f" (ranks {some_of(sorted(ranks), 16)})" if ranks else ""
             raise WeightsNotArrived(
                 f"update {update} of the weights did not arrive in {self._receiver}{on}: "
                 + _text(len(expected), tensors, old, missing, unknown),
@@ -99,21 +100,18 @@ def _text(
     parts = []
     others = sorted(tensors.keys() - old)
     if old:
-        parts.append(f"it holds values from before the update in {len(old)} of {count} tensors ({_some(sorted(old))})")
+        parts.append(
+            f"it holds values from before the update in {len(old)} of {count} tensors ({some_of(sorted(old))})"
+        )
     if others:
         name = others[0]
         policy, held = ("/".join(f"{value & (1 << 64) - 1:016x}" for value in side) for side in tensors[name])
         parts.append(
-            f"other values than the policy in {len(others)} of {count} tensors ({_some(others)}; {name} has the "
+            f"other values than the policy in {len(others)} of {count} tensors ({some_of(others)}; {name} has the "
             f"fingerprint {held}, the policy's is {policy})"
         )
     if missing:
-        parts.append(f"no rank reports {_some(missing)}")
+        parts.append(f"no rank reports {some_of(missing)}")
     if unknown:
-        parts.append(f"it reports {_some(unknown)}, which the policy does not have under this name")
+        parts.append(f"it reports {some_of(unknown)}, which the policy does not have under this name")
     return "; ".join(parts)
-
-
-def _some(values: Sequence[str | int], most: int = 4) -> str:
-    text = ", ".join(map(str, values[:most]))
-    return text + (f" and {len(values) - most} more" if len(values) > most else "")

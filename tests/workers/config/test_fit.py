@@ -9,7 +9,7 @@ import pytest
 
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ModelConfig, ParallelConfig, RolloutConfig
-from workers.config.fit import check_engine_windows, check_fit, check_local, length_multiple_of, padded_vocab_size
+from workers.config.fit import check_fit, check_local, length_multiple_of, padded_vocab_size
 
 GPT = ModelConfig(
     vocab_size=100,
@@ -186,13 +186,3 @@ def test_row_lengths_are_rounded_up_to_a_multiple_of_axes_and_fp8_blocks(
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_tp() -> None:
     assert [padded_vocab_size(100, tp) for tp in (1, 2, 3, 8)] == [100, 100, 102, 104]
-
-
-def test_windows_over_cp_need_a_way_that_transformer_engine_has() -> None:
-    model, parallel = dataclasses.replace(GPT, transformer={"window_size": [3, 0]}), ParallelConfig(cp=2)
-    with pytest.raises(ConfigError) as caught:
-        check_engine_windows(model, parallel)
-    assert (caught.value.key, caught.value.value) == ("model.transformer.cp_comm_type", None)
-    check_engine_windows(model, ParallelConfig())
-    all_to_all = {"window_size": [3, 0], "cp_comm_type": "a2a"}
-    check_engine_windows(dataclasses.replace(model, transformer=all_to_all), parallel)

@@ -54,25 +54,6 @@ def test_unsupported_fields_are_rejected(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "axes", "recipe", "key"),
-    [
-        ({"hidden_size": 72}, {}, "delayed", "model.hidden_size"),
-        ({"hidden_size": 80}, {}, "mxfp8", "model.hidden_size"),
-        ({"ffn_hidden_size": 40}, {}, "delayed", "model.ffn_hidden_size"),
-        ({"ffn_hidden_size": 96}, {"tp": 2}, "mxfp8", "model.ffn_hidden_size"),
-        ({"num_moe_experts": 4, "moe_ffn_hidden_size": 40}, {}, "delayed", "model.moe_ffn_hidden_size"),
-    ],
-)
-def test_weights_that_a_recipe_does_not_divide_are_rejected(
-    sizes: dict[str, Any], axes: dict[str, int], recipe: str, key: str
-) -> None:
-    model = dataclasses.replace(gpt(fp8="e4m3", fp8_recipe=recipe), **sizes)
-    with pytest.raises(ConfigError) as caught:
-        check_fit(model, ParallelConfig(**axes))
-    assert caught.value.fields["key"] == key
-
-
-@pytest.mark.parametrize(
     ("axes", "recipe", "multiple"),
     [
         ({}, "delayed", 16),

@@ -136,17 +136,13 @@ def test_draws_of_different_positions_are_independent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab", "filters", "most"),
-    [(1_003, {}, 3), (151_936, {}, 3), (1_003, {"top_k": 50, "top_p": 0.9}, 6)],
-    ids=["1003", "151936", "1003, top-k and top-p"],
+    ("filters", "most"), [({}, 3), ({"top_k": 50, "top_p": 0.9}, 6)], ids=["whole", "top-k and top-p"]
 )
-def test_bfloat16_rounding_of_another_layout_changes_few_of_256_tokens(
-    vocab: int, filters: dict[str, Any], most: int
-) -> None:
+def test_bfloat16_rounding_of_another_layout_changes_few_of_256_tokens(filters: dict[str, Any], most: int) -> None:
     """Filters keep the tokens with the largest logits, which bfloat16 rounds by the most."""
     generator = torch.Generator().manual_seed(0)
     parts = torch.randn(6, 256, 64, generator=generator)  # of a row-parallel sum, which the layouts add up differently
-    head = (torch.randn(64, vocab, generator=generator) * 0.1).bfloat16()
+    head = (torch.randn(64, 1_003, generator=generator) * 0.1).bfloat16()
     keys, sampling = KEYS[:256], replace(PLAIN, **filters)
     drawn = []
     for tp in (1, 2, 3):

@@ -16,7 +16,6 @@ from tests.ranks import run_ranks
 from tests.workers.roles import (
     GREEDY,
     MODEL,
-    SAMPLED,
     actor,
     critic,
     experience,
@@ -225,47 +224,3 @@ def test_experts_drop_an_input_that_etp_ranks_share_in_the_same_way() -> None:
         assert first["linear_fc2"] != second["linear_fc2"]  # other channels of the input
     assert by_place[0, 0]["linear_fc1"] != by_place[1, 0]["linear_fc1"]  # other tokens
     assert ranks[0]["linear_fc1"][0] != ranks[0]["linear_fc1"][1]  # other layers
-
-
-def in_turn(parallel: dict[str, Any], optim: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Two updates of every adapter in turn, each with a batch of its own; without names, a run of "code" alone."""
-    lora = DROPOUT | {"names": names}
-    worker = adapted(parallel, "actor_rollout", optim, {"lora": lora, "num_layers": 2}, rollout={"prompt_length": 10})
-    result: dict[str, Any] = {name: [] for name in names or ["code"]}
-    for _ in range(2):
-        for name, values in result.items():
-            shard = own_shard(experience(2 * ROWS).chunk(2)[name == "code"], worker)
-            shard.meta_info |= {"adapter": name} if names else {}
-            metrics = worker.update_actor(shard).meta_info["metrics"]
-            sampled = own_shard(prompts(4, SAMPLED), worker)
-            sampled.meta_info |= {"adapter": name} if names else {}
-            values += [metrics, worker.generate_sequences(sampled).tensors(), factors_of(worker)]
-    return result
-
-
-@pytest.mark.parametrize("layout", ["dp2-distributed-optimizer"])
-def test_adapters_that_take_turns_equal_a_run_of_each(layout: str) -> None:
-    world_size, parallel, optim, _ = LAYOUTS[layout]
-    together = run_ranks(in_turn, world_size, parallel, optim, ["math", "code"])
-    alone = run_ranks(in_turn, world_size, parallel, optim, [])
-    for both, one in zip(together, alone, strict=True):
-        for actual, expected in zip(both["code"], one["code"], strict=True):
-            assert actual.keys() == expected.keys()
-            assert all(equal(actual[name], expected[name]) for name in expected if "mfu" not in name)
-    assert largest_difference(together[0]["math"][-1], together[0]["code"][-1]) > 1e-3
-
-
-def equal(left: Any, right: Any) -> bool:
-    return torch.equal(left, right) if isinstance(left, Tensor) else left == right
-
-
-def unknown(names: list[str]) -> tuple[str, str]:
-    worker = adapted({}, "actor", model={"lora": LORA | {"names": names}})
-    with pytest.raises(ConfigError) as caught:
-        worker.use_adapter("mth")
-    return caught.value.key, caught.value.value
-
-
-@pytest.mark.parametrize("names", [["math", "code"], []])
-def test_adapter_that_is_not_declared_is_rejected(names: list[str]) -> None:
-    assert run_ranks(unknown, 1, names) == [("model.lora.names", "mth")]

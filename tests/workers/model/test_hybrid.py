@@ -22,7 +22,7 @@ from tests.workers.roles import GREEDY, MODEL, actor, experience, own_shard, pro
 from tests.workers.test_from_megatron import ARGUMENTS
 from workers import model_config_from_megatron
 from workers.config import ModelConfig, ParallelConfig
-from workers.config.from_hf import model_config_from_hf
+from workers.config.model import model_config_from_hf
 from workers.model.transformer_config import transformer_config
 from workers.parity.cases import MODELS, SMALL
 from workers.weights.hf.model import export_hf

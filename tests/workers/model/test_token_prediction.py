@@ -33,7 +33,7 @@ from tests.workers.roles import (
 )
 from tests.workers.weights.hf_models import LAYOUTS, ROWS, rows_of, save_model, saved, tensors_of, world_size
 from workers.config import LoraConfig, ModelConfig, ParallelConfig
-from workers.config.from_hf import model_config_from_hf
+from workers.config.model import model_config_from_hf
 from workers.model.transformer_config import transformer_config
 from workers.weights.verification import WeightsNotArrived
 

@@ -9,7 +9,6 @@ from workers.train.batches import TokenBatch
 from workers.train.micro_batches import (
     equal_micro_batches,
     least_count,
-    packed_equal_micro_batches,
     token_micro_batches,
     width_multiple,
 )
@@ -122,7 +121,7 @@ def test_row_longer_than_the_budget_does_not_raise_it_for_others() -> None:
 
 def test_packed_micro_batches_by_rows_have_no_filling() -> None:
     batch = batch_of(6, 1, 4, 5)
-    batches = packed_equal_micro_batches(batch, torch.tensor([0, 2, 3]), 4, 2, multiple=3, length_multiple=4)
+    batches = equal_micro_batches(batch, torch.tensor([0, 2, 3]), 4, 2, multiple=3, length_multiple=4, packed=True)
     assert [part.index.tolist() for part in batches] == [[0, 2], [3], []]
     assert [part.batch.input_shape for part in batches] == [(1, 12), (1, 8), (1, 4)]
     assert float(batches[2].batch.mask.sum()) == 0.0

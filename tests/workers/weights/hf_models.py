@@ -25,7 +25,7 @@ from tests.workers.roles import (
     own_shard,
     prompts,
 )
-from workers.config.from_hf import model_config_from_hf
+from workers.config.model import model_config_from_hf
 from workers.weights.hf.model import hf_tensors
 
 transformers = pytest.importorskip("transformers")

@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 from tests.training import device, new_context
 from tests.workers.roles import actor, weights
 from workers.config import CriticConfig, ParallelConfig, load_config
-from workers.config.from_hf import model_config_from_hf
+from workers.config.model import model_config_from_hf
 from workers.model.build import build_model
 from workers.weights.hf.config import hf_config_of
 from workers.weights.hf.model import export_hf, hf_tensors, load_hf

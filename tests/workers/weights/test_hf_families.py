@@ -49,18 +49,12 @@ class Renamed(Llama):
     """Llama with other names of weights, and another key of the vocabulary's size."""
 
     architecture = "Renamed"
-    computed = (*Llama.computed, "n_vocab")
     names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         ours: tuple(map(renamed, theirs)) for ours, theirs in Llama.names.items()
     }
-    sizes = tuple(key for key in Llama.sizes if key != "vocab_size")
-
-    def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return super().fields_from({**config, "vocab_size": config["n_vocab"]})
-
-    def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        config = super().config_from(fields)
-        return config | {"n_vocab": config.pop("vocab_size")}
+    sizes: ClassVar[Mapping[str, str]] = {
+        {"vocab_size": "n_vocab"}.get(key, key): field for key, field in Llama.sizes.items()
+    }
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from mcontroller.errors import ConfigError
 from workers import ModelConfig, load_config, model_config_from_hf
 from workers.planning import planning
 from workers.weights.hf.config import family_of, hf_config_of
-from workers.weights.hf.fields import INERT, neutral_of
+from workers.weights.hf.fields import INERT, ReadKeys, layered, neutral_of
 
 # The contents of config.json as published with these models.
 LLAMA_31 = {
@@ -388,3 +388,12 @@ def test_a_model_without_a_checkpoint_is_native(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("workers.config.model.has_bridge", lambda: True)
     sizes = {"vocab_size": 8, "max_sequence_length": 8, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
     assert ModelConfig(**sizes).provider == "native"
+
+
+def test_a_family_cannot_copy_a_config_which_would_count_as_reading_all_of_it() -> None:
+    read = ReadKeys({"vocab_size": 8, "unknown": 1})
+    with pytest.raises(TypeError):
+        dict(read)
+    changed = layered({"vocab_size": 9}, read)
+    assert (changed["vocab_size"], changed.get("unknown"), changed.get("hidden_size")) == (9, 1, None)
+    assert read.keys_read == {"unknown", "hidden_size"}

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from mcontroller.errors import DataError
 from workers import ActorRolloutRefWorker
 from workers.config import ActorConfig
-from workers.config.from_hf import model_config_from_hf
+from workers.config.model import model_config_from_hf
 from workers.weights.hf.checkpoint import check_checkpoint_files
 from workers.weights.hf.families.llama import Llama
 from workers.weights.hf.files import WeightFiles, finish_export, start_export

@@ -29,7 +29,7 @@ from tests.workers.weights.hf_models import (
 )
 from tests.workers.weights.test_hf import assert_equal
 from workers.config import ParallelConfig
-from workers.config.from_hf import model_config_from_hf
+from workers.config.model import model_config_from_hf
 from workers.model.build import build_model
 from workers.weights.hf.config import hf_config_of
 from workers.weights.hf.files import WeightFiles

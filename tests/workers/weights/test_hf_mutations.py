@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.training import new_context
 from tests.workers.weights.hf_models import MODELS, VOCAB, save_model, transformers
 from workers.config import ParallelConfig
-from workers.config.from_hf import model_config_from_hf
+from workers.config.model import model_config_from_hf
 from workers.model.build import build_model
 
 IDS = torch.randint(0, VOCAB, (1, 12), generator=torch.Generator().manual_seed(4))

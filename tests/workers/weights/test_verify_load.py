@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from tests.training import new_context
 from tests.workers.weights.hf_models import NEMOTRON, save_model
 from workers.config import ParallelConfig
-from workers.config.from_hf import model_config_from_hf
+from workers.config.model import model_config_from_hf
 from workers.model.build import build_model
 from workers.weights.hf import verify_load
 from workers.weights.hf.config import hf_config_of

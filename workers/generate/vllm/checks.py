@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
-
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ModelConfig
 from workers.config.trained_weights import base_is_frozen
@@ -18,8 +14,6 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 KNOWN_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families of this package that vLLM 0.32 has; vLLM is asked for others."""
-
-_BLOCK_TOKENS = 128
 
 
 def check_vllm(config: ActorConfig) -> None:
@@ -68,7 +62,6 @@ def check_settings(config: ActorConfig) -> None:
     hf_config_of(config.model)  # the engine is built from it
     _check_adapter_alone(config)
     _check_tensor_parallelism(config)
-    _check_cache(config)
 
 
 def _check_adapter_alone(config: ActorConfig) -> None:
@@ -98,29 +91,6 @@ def _check_tensor_parallelism(config: ActorConfig) -> None:
     if heads % tp or (groups % tp and tp % groups):
         text = f"{key} is {tp}, which does not divide {heads} attention heads and {groups} query groups of the model"
         raise ConfigError(text, key=key, value=tp)
-
-
-def _check_cache(config: ActorConfig) -> None:
-    """Check that the keys and values of the longest sequence fit, if their memory is chosen."""
-    cache, needed = config.rollout.vllm.kv_cache_bytes, sequence_bytes(config)
-    if 0 < cache < needed:
-        raise ConfigError(
-            f"rollout.vllm.kv_cache_bytes is {cache}: the keys and values of one sequence of "
-            f"rollout.prompt_length + rollout.response_length tokens take {needed}",
-            key="rollout.vllm.kv_cache_bytes",
-            value=cache,
-            needed=needed,
-        )
-
-
-def sequence_bytes(config: ActorConfig) -> int:
-    """Return the bytes of the keys and values of the longest sequence, on each rank of an engine."""
-    model, rollout = config.model, config.rollout
-    head_width = model.kv_channels or model.hidden_size // model.num_attention_heads
-    groups = max(1, (model.num_query_groups or model.num_attention_heads) // rollout.vllm.tp)
-    blocks = math.ceil((rollout.prompt_length + rollout.response_length) / _BLOCK_TOKENS)
-    item = getattr(torch, model.dtype).itemsize
-    return 2 * model.num_layers * groups * head_width * item * blocks * _BLOCK_TOKENS
 
 
 def _check_family(model: ModelConfig, python: str) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig
-from workers.generate.vllm.checks import sequence_bytes
 from workers.weights.hf.config import hf_config_of
 
 logger = logging.getLogger(__name__)
@@ -27,6 +26,7 @@ LARGEST_SHARE = 0.92
 """The most of a GPU that an engine gets: vLLM's own default."""
 
 _GB = 2**30
+_BLOCK_TOKENS = 128
 _MOMENTS = {"adam": ("exp_avg_dtype", "exp_avg_sq_dtype"), "sgd": ("exp_avg_dtype",)}
 """Optimizer -> the fields of Megatron's OptimizerConfig with the types of its moments."""
 
@@ -99,7 +99,7 @@ def utilization(config: ActorConfig, gpus: Sequence[GpuMemory]) -> float:
     tp = config.rollout.vllm.tp
     room = [gpu.free - gpu.due - margin(gpu.total, tp) for gpu in gpus]
     weights = _weights(config)
-    needed = weights + (config.rollout.vllm.kv_cache_bytes or sequence_bytes(config))
+    needed = weights + (config.rollout.vllm.kv_cache_bytes or _sequence_bytes(config))
     if min(room) < needed:
         gpu, left = min(zip(gpus, room, strict=True), key=lambda pair: pair[1])
         raise ConfigError(
@@ -113,6 +113,16 @@ def utilization(config: ActorConfig, gpus: Sequence[GpuMemory]) -> float:
         )
     share = min(left / gpu.total for gpu, left in zip(gpus, room, strict=True))
     return math.floor(1e4 * min(share, LARGEST_SHARE)) / 1e4
+
+
+def _sequence_bytes(config: ActorConfig) -> int:
+    """Return the bytes of the keys and values of the longest sequence, on each rank of an engine."""
+    model, rollout = config.model, config.rollout
+    head_width = model.kv_channels or model.hidden_size // model.num_attention_heads
+    groups = max(1, (model.num_query_groups or model.num_attention_heads) // rollout.vllm.tp)
+    blocks = math.ceil((rollout.prompt_length + rollout.response_length) / _BLOCK_TOKENS)
+    item = getattr(torch, model.dtype).itemsize
+    return 2 * model.num_layers * groups * head_width * item * blocks * _BLOCK_TOKENS
 
 
 def _weights(config: ActorConfig) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from mcontroller.errors import ConfigError
 from workers.weights.hf import families  # noqa: F401  # registers them
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, family_like
-from workers.weights.hf.fields import check_config_keys, inert_of
+from workers.weights.hf.fields import ReadKeys, check_config_keys, inert_of
 from workers.weights.hf.hub import local_directory
 
 # Fields of ModelConfig -> the keys of config.json that have them, by the names of one family or another.
@@ -75,9 +75,10 @@ def model_fields_from_hf(path: str | os.PathLike[str], provider: str = "native")
             key="model_type",
             value=model_type,
         )
-    check_config_keys(config, MODEL_FAMILIES[model_type])
-    fields = {"provider": provider, "family": model_type, "hf_path": local_directory(path)}
-    return MODEL_FAMILIES[model_type].fields_from(config) | fields
+    family, read = MODEL_FAMILIES[model_type], ReadKeys(config)
+    fields = family.fields_from(read)
+    check_config_keys(read, family)
+    return fields | {"provider": provider, "family": model_type, "hf_path": local_directory(path)}
 
 
 def _sizes_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,6 @@ class ModelFamily(ABC):
             ``{layer}`` and ``{expert}`` are numbers, counted from 0 over the whole model. q, k and v of
             ``linear_qkv`` are interleaved by query group.
         value_head: the name of the weight of a value head, ``[1, hidden_size]``.
-        computed: the keys of ``config.json`` that ``fields_from`` reads.
         inert: other keys that change no logits; an export keeps them.
         only_built: keys that change what is computed, and the values that are built. Every other key is rejected,
             unless it is in one of the lists of ``workers.weights.hf.fields``.
@@ -67,7 +66,6 @@ class ModelFamily(ABC):
     reference_type: ClassVar[str | None] = None
     names: ClassVar[Mapping[str, tuple[str, ...]]]
     value_head: ClassVar[str] = "score.weight"
-    computed: ClassVar[tuple[str, ...]] = ()
     inert: ClassVar[tuple[str, ...]] = ()
     only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
@@ -77,6 +75,11 @@ class ModelFamily(ABC):
     @abstractmethod
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``ModelConfig`` that ``config.json`` determines.
+
+        The keys that this reads are computed; every other one is checked by ``workers.weights.hf.fields``.
+
+        Args:
+            config: read key by key; ``fields.layered(changes, config)`` changes some.
 
         Raises:
             ConfigError: a key is missing, or has a value with which Megatron's model would compute something else;

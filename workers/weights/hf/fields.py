@@ -1,19 +1,19 @@
 """Every key of ``config.json`` is computed, or changes nothing, or is rejected.
 
 A key that changes what a model computes and that is read over would result in wrong numbers without an error. So each
-key is in one of these lists, and a key in none of them is rejected:
+key is of one of these kinds, and any other is rejected:
 
-- computed: the keys that a family reads (``ModelFamily.computed``);
+- computed: the keys that ``ModelFamily.fields_from`` reads, which ``ReadKeys`` notes;
 - inert: ``INERT``, ``ModelFamily.inert`` and keys that begin with ``_``, where libraries keep their own notes, such
   as ``_name_or_path``: they change no logits; an export keeps them as they were;
-- neutral: ``NEUTRAL`` and ``ModelFamily.only_built``, accepted only with values that change nothing, unless the family
-  computes the key.
+- neutral: ``NEUTRAL`` and ``ModelFamily.only_built``, accepted only with values that change nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcontroller.errors import ConfigError
@@ -78,6 +78,31 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Keys with the values at which they change nothing; the first is reported as the expected one."""
 
 
+class ReadKeys(Mapping[str, Any]):
+    """The content of ``config.json``, which is read key by key, and the keys that were read.
+
+    It cannot be copied, because a copy reads every key: ``layered(changes, config)`` is one with changes.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config, self.keys_read = config, set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_read.add(key)
+        return self.config[key]
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError("config.json is read key by key: change it by layered(changes, config)")
+
+    def __len__(self) -> int:
+        return len(self.config)
+
+
+def layered(*mappings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a mapping with the value of each key in the first of ``mappings`` that has it."""
+    return ChainMap(*mappings)  # type: ignore[arg-type]  # nothing writes to it
+
+
 def neutral_of(family: ModelFamily) -> dict[str, tuple[Any, ...]]:
     """Return ``NEUTRAL`` with the keys of a family, and those that state what the family always has."""
     always = {"qkv_bias": family.add_qkv_bias, "use_qk_norm": family.qk_layernorm}
@@ -85,20 +110,23 @@ def neutral_of(family: ModelFamily) -> dict[str, tuple[Any, ...]]:
     return {**NEUTRAL, **stated, **family.only_built}
 
 
-def check_config_keys(config: Mapping[str, Any], family: ModelFamily) -> None:
+def check_config_keys(read: ReadKeys, family: ModelFamily) -> None:
     """Check that no key of ``config.json`` changes what a model of the family computes without being computed.
+
+    Args:
+        read: the file, after the family's ``fields_from`` has read it.
+        family: the family.
 
     Raises:
         ConfigError: a key is in none of the lists, or has a value at which it changes something; ``key`` and ``value``
             are from ``config.json``.
     """
     neutral = neutral_of(family)
-    known = INERT | _READ_ELSEWHERE | frozenset(family.computed) | frozenset(family.inert)
-    for key, value in config.items():
-        if key in neutral and key not in family.inert and key not in family.computed:
-            if value not in neutral[key]:
-                raise not_built(key, value, neutral[key][0])
-        elif key not in known and not key.startswith("_"):
+    known = INERT | _READ_ELSEWHERE | read.keys_read | frozenset(family.inert)
+    for key, value in read.config.items():
+        if key in known or key.startswith("_"):
+            continue
+        if key not in neutral:
             raise ConfigError(
                 f"config.json: {key} is {value!r}: model_type {family.model_type!r} does not compute this key; if it "
                 "changes nothing, add it to `inert` of a custom family (workers.register_model_family), or build "
@@ -106,6 +134,8 @@ def check_config_keys(config: Mapping[str, Any], family: ModelFamily) -> None:
                 key=key,
                 value=value,
             )
+        if value not in neutral[key]:
+            raise not_built(key, value, neutral[key][0])
 
 
 def inert_of(config: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:

@@ -38,9 +38,8 @@ _TOKENIZER = (
     "*.model",
     "*.tiktoken",
 )
-_COMPANIONS = (*_TOKENIZER, "generation_config.json", "*processor_config.json", "*.py", "LICENSE*", "NOTICE*")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.npz")
-# Files that describe the weights of a directory, and are not copied to others.
+# Files that describe the weights of a directory.
 _OF_WEIGHTS = ("*.index.json", "config.json", "README*", ".*", "*quant*.json")
 
 
@@ -295,7 +294,8 @@ def finish_export(
         target: the directory of the export, as passed to ``start_export``.
         config: content of ``config.json``.
         files: the files of all ranks, in the order in which they are numbered.
-        companions: a directory whose tokenizer, code and generation configuration are copied, or None.
+        companions: a directory whose files are copied, such as its tokenizer, code and generation configuration, except
+            its weights and what describes them; or None.
         tokenizer: a directory with the files of another tokenizer, which are copied instead; None for that one.
     """
     partial = partial_path(target)
@@ -308,7 +308,7 @@ def finish_export(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (partial / _INDEX).write_text(json.dumps(index, indent=2))
     (partial / "config.json").write_text(json.dumps(config, indent=2))
-    copied = [] if companions is None else [entry for entry in companions.iterdir() if _matches(entry, _COMPANIONS)]
+    copied = [] if companions is None else [entry for entry in companions.iterdir() if _is_companion(entry)]
     if tokenizer is not None:
         copied = [*(entry for entry in copied if not _matches(entry, _TOKENIZER)), *tokenizer.iterdir()]
     for entry in copied:
@@ -330,21 +330,9 @@ def has_weights(directory: Path) -> bool:
     return any(_matches(entry, _WEIGHTS) for entry in directory.iterdir())
 
 
-def files_left_out(source: Path, target: Path) -> list[str]:
-    """Return the files that an export lacks: of the model's directory, and code that its configurations name.
-
-    Args:
-        source: the directory that the model was loaded from; weights and its tokenizer do not count.
-        target: the export.
-    """
-    entries = [entry for entry in source.iterdir() if not _matches(entry, (*_WEIGHTS, *_OF_WEIGHTS, *_TOKENIZER))]
-    names = {entry.name for entry in entries if entry.is_file()}
-    for file in ("config.json", "tokenizer_config.json"):
-        text = (target / file).read_text() if (target / file).is_file() else "{}"
-        for classes in json.loads(text).get("auto_map", {}).values():
-            local = [name for name in ([classes] if isinstance(classes, str) else classes) if name and "--" not in name]
-            names |= {f"{name.partition('.')[0]}.py" for name in local}
-    return sorted(name for name in names if not (target / name).exists())
+def _is_companion(entry: Path) -> bool:
+    """Whether an export has a file of its model's directory too; other folders may have weights of another format."""
+    return (entry.is_file() or _matches(entry, _TOKENIZER)) and not _matches(entry, (*_WEIGHTS, *_OF_WEIGHTS))
 
 
 def _matches(entry: Path, patterns: Sequence[str]) -> bool:

@@ -23,7 +23,7 @@ from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.weights.hf.config import family_at, family_of, hf_config_of
 from workers.weights.hf.family import ModelFamily
-from workers.weights.hf.files import WeightFiles, WeightWriter, files_left_out, finish_export, start_export
+from workers.weights.hf.files import WeightFiles, WeightWriter, finish_export, start_export
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import (
     OUTPUT_LAYER,
@@ -156,7 +156,7 @@ def export_hf(
         context: the layout of the chunks.
         path: a directory that does not exist yet, or is empty, in a file system that all ranks share.
         model: the ``ModelConfig`` of the model, which becomes ``config.json``.
-        companions_from: a Hugging Face directory whose tokenizer, code and generation configuration are copied.
+        companions_from: a Hugging Face directory whose files beside the weights are copied: tokenizer, code.
         tokenizer: a directory with the files of another tokenizer, which are copied instead.
         max_file_bytes: the size at which a rank starts another file.
 
@@ -183,8 +183,6 @@ def export_hf(
     if rank == 0:
         companions = None if companions_from is None else Path(companions_from)
         finish_export(target, config, written, companions, None if tokenizer is None else Path(tokenizer))
-        for name in () if companions is None else files_left_out(companions, target):
-            logger.warning("%s of the model in %s is not in the export", name, companions)
         logger.info("%d tensors in %d files at %s", sum(len(file.tensors) for file in written), len(written), target)
     dist.barrier()
     if model.verify_load != "off":

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from mcontroller.errors import ConfigError, DataError
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
+from workers.schedule import releasing_inputs, run_schedule, scoring
 from workers.weights.hf.config import family_at, model_fields_from_hf, read_config
 from workers.weights.hf.files import WeightFiles
 from workers.weights.hf.hub import local_directory
@@ -145,7 +144,6 @@ def _ids(vocabulary: int) -> Tensor:
     return torch.randint(0, vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-@torch.no_grad()
 def _recorded(chunks: Sequence[Any], context: MegatronContext) -> list[_Part]:
     """Run the tokens through the model, and return what the parts on this rank got and returned."""
     pg, config, device = context.pg, get_model_config(chunks[0]), torch.device(torch.cuda.current_device())
@@ -172,27 +170,9 @@ def _recorded(chunks: Sequence[Any], context: MegatronContext) -> list[_Part]:
 
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
     hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
-    training, varying = [chunk.training for chunk in chunks], config.variable_seq_lengths
-    for chunk in chunks:
-        chunk.eval()
-    config.variable_seq_lengths = False
-    interleaved = len(chunks) > 1
-    get_forward_backward_func(pp_size=pg.pp.size(), vp_size=len(chunks) if interleaved else None)(
-        forward_step_func=step,
-        p2p_communicator=P2PCommunicator(pg.pp, config),
-        pg_collection=pg,
-        data_iterator=[None] * len(chunks) if interleaved else None,
-        model=list(chunks) if interleaved else chunks[0],
-        num_microbatches=pg.pp.size() if interleaved else 1,
-        seq_length=whole,
-        micro_batch_size=1,
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
-    config.variable_seq_lengths = varying
-    for chunk, mode in zip(chunks, training, strict=True):
-        chunk.train(mode)
-        chunk.set_input_tensor(None)
+    count = pg.pp.size() if len(chunks) > 1 else 1
+    with scoring(chunks), releasing_inputs(chunks):
+        run_schedule(chunks, step, [None] * count, [(1, whole)] * count, pg, forward_only=True)
     for hook in hooks:
         hook.remove()
     joined = functools.partial(_joined, context=context, divided=config.sequence_parallel)

@@ -52,7 +52,6 @@ ALONE = {"vllm": {"adapter_alone": True}}
             {"rollout": ALONE, "model": {"lora": LORA, "num_moe_experts": 4, "qk_layernorm": True}},
             "rollout.vllm.adapter_alone",
         ),
-        ({"rollout": {"vllm": {"kv_cache_bytes": 1000}}}, "rollout.vllm.kv_cache_bytes"),
         ({"model": {"max_sequence_length": 31}}, "model.max_sequence_length"),
         ({"model": {"gated_linear_unit": False}}, "model.gated_linear_unit"),
     ],

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from workers.weights.hf.families.llama import ROPE_DEFAULT, Llama, names_in_layer, rope_kind
 from workers.weights.hf.families.routed_by_bias import RoutedByBias
 from workers.weights.hf.family import not_built, register_model_family
-from workers.weights.hf.fields import number_of, optional_size_of, size_of
+from workers.weights.hf.fields import layered, number_of, optional_size_of, size_of
 
 # Name in config.json -> name in Megatron.
 _YARN = {
@@ -57,7 +57,6 @@ class DeepseekV3(RoutedByBias):
             "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight",),
         }
     )
-    computed: ClassVar[tuple[str, ...]] = (*RoutedByBias.computed, *_WIDTHS, "q_lora_rank", "quantization_config")
     # ``qk_head_dim`` follows from the other widths; the rest is read by other code only.
     inert: ClassVar[tuple[str, ...]] = (
         *RoutedByBias.inert,
@@ -96,8 +95,8 @@ class DeepseekV3(RoutedByBias):
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """As of its base, with the widths of the compressed attention."""
-        source = {**self.defaults, **config}
-        fields = super().fields_from({**config, "head_dim": None})
+        source = layered(config, self.defaults)
+        fields = super().fields_from(layered({"head_dim": None}, config))
         heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
         if groups != heads:
             raise not_built("num_key_value_heads", groups, heads)

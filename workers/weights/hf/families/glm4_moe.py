@@ -9,7 +9,7 @@ from workers.weights.hf.families.qwen2 import Qwen2
 from workers.weights.hf.families.qwen3 import Qwen3
 from workers.weights.hf.families.routed_by_bias import RoutedByBias
 from workers.weights.hf.family import register_model_family
-from workers.weights.hf.fields import flag_of
+from workers.weights.hf.fields import flag_of, layered
 
 
 @register_model_family("glm4_moe")
@@ -20,12 +20,6 @@ class Glm4Moe(RoutedByBias):
     add_qkv_bias = None
     qk_layernorm = None
     names = Qwen2.names | Qwen3.names | RoutedByBias.names
-    computed: ClassVar[tuple[str, ...]] = (
-        *RoutedByBias.computed,
-        "attention_bias",
-        "use_qk_norm",
-        "partial_rotary_factor",
-    )
     only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
     fixed: ClassVar[Mapping[str, Any]] = {
         key: value for key, value in RoutedByBias.fixed.items() if key != "rotary_percent"
@@ -49,7 +43,7 @@ class Glm4Moe(RoutedByBias):
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """As of its base, with the biases and the norms of queries and keys that some models have."""
-        source = {**self.defaults, **config}
+        source = layered(config, self.defaults)
         flags = {"add_qkv_bias": flag_of(source, "attention_bias"), "qk_layernorm": flag_of(source, "use_qk_norm")}
         return super().fields_from(config) | flags
 

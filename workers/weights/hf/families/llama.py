@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from mcontroller.errors import ConfigError
 from workers.weights.hf.family import ModelFamily, not_built, register_model_family
-from workers.weights.hf.fields import flag_of, number_of, optional_size_of, size_of
+from workers.weights.hf.fields import flag_of, layered, number_of, optional_size_of, size_of
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # The one scaling of rotary positions that Megatron has, with the three numbers that it has fixed.
@@ -47,7 +47,7 @@ class Llama(ModelFamily):
 
     Attributes:
         defaults: what the family's configuration class in transformers supplies if ``config.json`` omits a key.
-        sizes: keys of ``config.json`` that are required.
+        sizes: keys of ``config.json`` that are required, each a whole number, and the fields of ``ModelConfig``.
         fixed: fields of ``ModelConfig`` that the family's ``config.json`` has no key for, and their values.
         fixed_transformer: the same of ``ModelConfig.transformer``.
         rope_theta: what transformers supplies if ``config.json`` has no ``rope_theta``.
@@ -79,27 +79,14 @@ class Llama(ModelFamily):
         "attention_bias": False,
     }
     only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",), "attention_bias": (False, None)}
-    sizes: ClassVar[tuple[str, ...]] = (
-        "vocab_size",
-        "max_position_embeddings",
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "intermediate_size",
-    )
-    computed: ClassVar[tuple[str, ...]] = (
-        *sizes,
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "layer_types",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "dtype",
-        "torch_dtype",
-    )
+    sizes: ClassVar[Mapping[str, str]] = {
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "max_sequence_length",
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "intermediate_size": "ffn_hidden_size",
+    }
     fixed: ClassVar[Mapping[str, Any]] = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -131,7 +118,7 @@ class Llama(ModelFamily):
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``ModelConfig`` that ``config.json`` determines; see ``ModelFamily.fields_from``."""
-        source = {**self.defaults, **config}
+        source = layered(config, self.defaults)
         missing = [key for key in self.sizes if source.get(key) is None]
         if missing:
             raise ConfigError(f"config.json lacks {', '.join(missing)}", key=missing[0], value=None)
@@ -143,16 +130,12 @@ class Llama(ModelFamily):
             raise not_built("layer_types", layers, "full_attention throughout")
         if layers and len(layers) != source["num_hidden_layers"]:
             raise not_built("layer_types", layers, f"one for each of {source['num_hidden_layers']} layers")
-        heads = size_of(source, "num_attention_heads")
+        sizes: dict[str, Any] = {field: size_of(source, key) for key, field in self.sizes.items()}
+        heads = sizes["num_attention_heads"]
         return {
-            "vocab_size": size_of(source, "vocab_size"),
-            "max_sequence_length": size_of(source, "max_position_embeddings"),
-            "num_layers": size_of(source, "num_hidden_layers"),
-            "hidden_size": size_of(source, "hidden_size"),
-            "num_attention_heads": heads,
+            **sizes,
             "num_query_groups": optional_size_of(source, "num_key_value_heads") or heads,
-            "ffn_hidden_size": size_of(source, "intermediate_size"),
-            "kv_channels": optional_size_of(source, "head_dim") or source["hidden_size"] // heads,
+            "kv_channels": optional_size_of(source, "head_dim") or sizes["hidden_size"] // heads,
             "layernorm_epsilon": number_of(source, "rms_norm_eps"),
             "add_qkv_bias": self.add_qkv_bias,
             "qk_layernorm": self.qk_layernorm,
@@ -170,12 +153,8 @@ class Llama(ModelFamily):
             if extra.get(key, value) != value:
                 raise self.not_expressible(f"model.transformer.{key}", extra[key], value)
         return {
-            "vocab_size": fields["vocab_size"],
-            "max_position_embeddings": fields["max_sequence_length"],
-            "num_hidden_layers": fields["num_layers"],
-            "hidden_size": fields["hidden_size"],
+            **{key: fields[field] for key, field in self.sizes.items()},
             "intermediate_size": fields["ffn_hidden_size"] or 4 * fields["hidden_size"],
-            "num_attention_heads": fields["num_attention_heads"],
             "num_key_value_heads": fields["num_query_groups"] or fields["num_attention_heads"],
             "head_dim": fields["kv_channels"] or fields["hidden_size"] // fields["num_attention_heads"],
             "hidden_act": "silu",
@@ -196,8 +175,8 @@ class Llama(ModelFamily):
         rope = {"rope_theta": self.rope_theta} | _merged_rope(source)
         if (theta := number_of(rope, "rope_theta")) != int(theta):
             raise not_built("rope_theta", theta, "a whole number")
-        if self.rotated is None and rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise not_built("partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
+        if self.rotated is None and rope.get(_PARTIAL) not in (None, 1.0):
+            raise not_built(_PARTIAL, rope[_PARTIAL], 1.0)
         return rope
 
     def rope_fields(self, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,10 +221,10 @@ def rope_kind(rope: Mapping[str, Any], keys: Mapping[str, Sequence[str]]) -> str
 
 def _dtype_of(source: Mapping[str, Any]) -> str:
     """From ``dtype`` (transformers 5) or ``torch_dtype`` (before)."""
-    key = "torch_dtype" if source.get("dtype") is None and source.get("torch_dtype") is not None else "dtype"
-    dtype = source.get(key) or "float32"
+    new, old = source.get("dtype"), source.get("torch_dtype")
+    dtype = new or old or "float32"
     if dtype not in _DTYPES:
-        raise not_built(key, dtype, " or ".join(_DTYPES))
+        raise not_built("dtype" if new else "torch_dtype", dtype, " or ".join(_DTYPES))
     return str(dtype)
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from workers.weights.hf.families.llama import Llama
 from workers.weights.hf.family import register_model_family
-from workers.weights.hf.fields import optional_size_of
+from workers.weights.hf.fields import layered, optional_size_of
 
 
 @register_model_family("mistral")
@@ -15,14 +15,13 @@ class Mistral(Llama):
     """Mistral 7B, Nemo and Small, and models in the same format."""
 
     architecture = "Mistral"
-    computed: ClassVar[tuple[str, ...]] = (*Llama.computed, "sliding_window")
     # transformers has a window of 4096 tokens if the key is missing, and none if it is null.
     defaults: ClassVar[Mapping[str, Any]] = {**Llama.defaults, "num_key_value_heads": 8, "sliding_window": 4096}
     special: ClassVar[Mapping[str, Any]] = {k: value for k, value in Llama.special.items() if k != "window_size"}
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """As Llama's, with the window: a token attends to itself and to ``sliding_window - 1`` tokens before it."""
-        window = optional_size_of({**self.defaults, **config}, "sliding_window")
+        window = optional_size_of(layered(config, self.defaults), "sliding_window")
         return super().fields_from(config) | {"transformer": {} if window is None else {"window_size": [window - 1, 0]}}
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from workers.weights.hf.families.llama import names_in_layer
 from workers.weights.hf.families.mistral import Mistral
 from workers.weights.hf.family import register_model_family
-from workers.weights.hf.fields import size_of
 
 
 @register_model_family("mixtral")
@@ -27,7 +26,11 @@ class Mixtral(Mistral):
             "mlp.experts.linear_fc2.weight{expert}": ("block_sparse_moe.experts.{expert}.w2.weight",),
         }
     )
-    computed: ClassVar[tuple[str, ...]] = (*Mistral.computed, "num_local_experts", "num_experts_per_tok")
+    sizes: ClassVar[Mapping[str, str]] = {
+        **Mistral.sizes,
+        "num_local_experts": "num_moe_experts",
+        "num_experts_per_tok": "moe_router_topk",
+    }
     # Megatron's losses of the router are set in model.transformer.
     inert: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef", "output_router_logits")
     only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Mistral.only_built, "router_jitter_noise": (0, None)}
@@ -42,15 +45,13 @@ class Mixtral(Mistral):
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """As Mistral's, with the experts."""
-        source, fields = {**self.defaults, **config}, super().fields_from(config)
+        fields = super().fields_from(config)
         routing = {
             # Softmax over the chosen experts alone is softmax over all, made to sum to 1 over the chosen.
             "moe_router_pre_softmax": False,
             "moe_router_dtype": "fp32",
         }
         return fields | {
-            "num_moe_experts": size_of(source, "num_local_experts"),
-            "moe_router_topk": size_of(source, "num_experts_per_tok"),
             "moe_ffn_hidden_size": fields["ffn_hidden_size"],
             "transformer": fields["transformer"] | routing,
         }
@@ -62,8 +63,4 @@ class Mixtral(Mistral):
             if fields["transformer"].get(key, value) != value:
                 raise self.not_expressible(f"model.transformer.{key}", fields["transformer"][key], value)
         config = super().config_from(fields)
-        return config | {
-            "intermediate_size": fields["moe_ffn_hidden_size"] or config["intermediate_size"],
-            "num_local_experts": fields["num_moe_experts"],
-            "num_experts_per_tok": fields["moe_router_topk"],
-        }
+        return config | {"intermediate_size": fields["moe_ffn_hidden_size"] or config["intermediate_size"]}

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from workers.weights.hf.families.llama import Llama
 from workers.weights.hf.family import not_built, register_model_family
-from workers.weights.hf.fields import number_of, size_of
+from workers.weights.hf.fields import layered, number_of, size_of
 
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
@@ -85,19 +85,13 @@ class NemotronH(Llama):
         "layer_norm_epsilon": (1e-5,),  # of the norms inside Mamba layers, which Megatron has no field for
         "time_step_limit": ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None),
     }
-    computed: ClassVar[tuple[str, ...]] = (
-        *Llama.sizes,
-        *_SIZES.values(),
-        "num_key_value_heads",
-        "head_dim",
+    # The number of layers follows from their letters, and the epsilon is layer_norm_epsilon.
+    inert: ClassVar[tuple[str, ...]] = (
+        *_OF_EXPERTS.split(),
+        *_IMPLEMENTATION.split(),
+        "num_hidden_layers",
         "rms_norm_eps",
-        "tie_word_embeddings",
-        "layers_block_type",
-        "hybrid_override_pattern",
-        "dtype",
-        "torch_dtype",
     )
-    inert: ClassVar[tuple[str, ...]] = (*_OF_EXPERTS.split(), *_IMPLEMENTATION.split())
     fixed: ClassVar[Mapping[str, Any]] = {
         "normalization": "RMSNorm",
         "gated_linear_unit": False,
@@ -115,16 +109,20 @@ class NemotronH(Llama):
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """As Llama's, with the letters of the layers."""
-        source = {**self.defaults, **config}
+        source = layered(config, self.defaults)
         letters = _letters_of(source)
         of_llama = {"num_hidden_layers": len(letters), "rms_norm_eps": number_of(source, "layer_norm_epsilon")}
-        return super().fields_from({**config, **of_llama}) | {
+        return super().fields_from(layered(of_llama, config)) | {
             "position_embedding_type": "none",
             "gated_linear_unit": False,
             "activation": "squared_relu",
             "hybrid_layer_pattern": letters,
             "transformer": {ours: size_of(source, theirs) for ours, theirs in _SIZES.items()},
         }
+
+    def rope_fields(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Return nothing: attention has no positions."""
+        return {}
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """As Llama's, with the kinds of the layers."""
@@ -140,9 +138,9 @@ class NemotronH(Llama):
 
 def _letters_of(source: Mapping[str, Any]) -> str:
     """Return the letters of all layers, of transformers 5 or of the model's own code."""
-    kinds = source.get("layers_block_type")
+    kinds, letters = source.get("layers_block_type"), source.get("hybrid_override_pattern", "")
     if kinds is None:
-        kinds = [_KINDS.get(letter, letter) for letter in source.get("hybrid_override_pattern", "")]
+        kinds = [_KINDS.get(letter, letter) for letter in letters]
     other = [kind for kind in kinds if kind not in _LETTERS]
     if other or not kinds:
         raise not_built("layers_block_type", other or kinds, [*_LETTERS])

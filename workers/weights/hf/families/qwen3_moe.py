@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from workers.weights.hf.families.llama import EXPERT_NAMES, Llama
 from workers.weights.hf.families.qwen3 import Qwen3
 from workers.weights.hf.family import not_built, register_model_family
-from workers.weights.hf.fields import flag_of, optional_size_of, size_of
+from workers.weights.hf.fields import flag_of, layered, optional_size_of, size_of
 
 
 @register_model_family("qwen3_moe")
@@ -18,16 +18,11 @@ class Qwen3Moe(Qwen3):
     architecture = "Qwen3Moe"
     has_experts = True
     names = Qwen3.names | EXPERT_NAMES
-    computed: ClassVar[tuple[str, ...]] = (
-        *Qwen3.computed,
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "decoder_sparse_step",
-        "mlp_only_layers",
-    )
+    sizes: ClassVar[Mapping[str, str]] = {
+        **Qwen3.sizes,
+        "num_experts_per_tok": "moe_router_topk",
+        "moe_intermediate_size": "moe_ffn_hidden_size",
+    }
     # Megatron's losses of the router are set in model.transformer.
     inert: ClassVar[tuple[str, ...]] = (*Qwen3.inert, "router_aux_loss_coef", "output_router_logits")
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -40,7 +35,7 @@ class Qwen3Moe(Qwen3):
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """As Qwen3's, with the experts."""
-        source = {**self.defaults, **config}
+        source = layered(config, self.defaults)
         fields = super().fields_from(config)
         dense = source.get("mlp_only_layers") or ()
         if not isinstance(dense, list | tuple) or any(type(layer) is not int for layer in dense):
@@ -49,8 +44,6 @@ class Qwen3Moe(Qwen3):
         with_experts = [int(layer not in dense and (layer + 1) % every == 0) for layer in range(fields["num_layers"])]
         return fields | {
             "num_moe_experts": _experts_of(source),
-            "moe_router_topk": size_of(source, "num_experts_per_tok"),
-            "moe_ffn_hidden_size": size_of(source, "moe_intermediate_size"),
             "transformer": {
                 "moe_layer_freq": with_experts,
                 # Softmax over the chosen experts alone is softmax over all, made to sum to 1 over the chosen.
@@ -68,7 +61,6 @@ class Qwen3Moe(Qwen3):
         return super().config_from(fields) | {
             "num_experts": fields["num_moe_experts"],
             "num_local_experts": fields["num_moe_experts"],
-            "num_experts_per_tok": fields["moe_router_topk"],
             "moe_intermediate_size": width,
             "norm_topk_prob": not fields["transformer"].get("moe_router_pre_softmax", False),
             "decoder_sparse_step": 1,

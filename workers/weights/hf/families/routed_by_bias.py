@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from workers.weights.hf.families.llama import EXPERT_NAMES, Llama, names_in_layer
 from workers.weights.hf.family import not_built
-from workers.weights.hf.fields import count_of, flag_of, number_of, size_of
+from workers.weights.hf.fields import count_of, flag_of, layered, number_of, size_of
 
 _COMPUTED = frozenset(
     (
@@ -50,18 +50,12 @@ class RoutedByBias(Llama):
         "embedding.word_embeddings.weight": "model.layers.{layer}.embed_tokens.weight",
         "output_layer.weight": "model.layers.{layer}.shared_head.head.weight",
     }
-    computed: ClassVar[tuple[str, ...]] = (
-        *Llama.computed,
-        "n_routed_experts",
-        "n_shared_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "first_k_dense_replace",
-        "n_group",
-        "topk_group",
-        "routed_scaling_factor",
-        "norm_topk_prob",
-    )
+    sizes: ClassVar[Mapping[str, str]] = {
+        **Llama.sizes,
+        "n_routed_experts": "num_moe_experts",
+        "num_experts_per_tok": "moe_router_topk",
+        "moe_intermediate_size": "moe_ffn_hidden_size",
+    }
     inert: ClassVar[tuple[str, ...]] = ("num_nextn_predict_layers", "output_router_logits")
     fixed_transformer: ClassVar[Mapping[str, Any]] = {
         key: value for key, value in Llama.fixed_transformer.items() if key not in _COMPUTED
@@ -69,17 +63,15 @@ class RoutedByBias(Llama):
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """As Llama's, with the experts."""
-        source, fields = {**self.defaults, **config}, super().fields_from(config)
-        dense, layers, width = count_of(source, "first_k_dense_replace"), fields["num_layers"], "moe_intermediate_size"
+        source, fields = layered(config, self.defaults), super().fields_from(config)
+        dense, layers = count_of(source, "first_k_dense_replace"), fields["num_layers"]
+        width = fields["moe_ffn_hidden_size"] * size_of(source, "n_shared_experts")
         if dense > layers:
             raise not_built("first_k_dense_replace", dense, f"at most num_hidden_layers={layers}")
         return fields | {
-            "num_moe_experts": size_of(source, "n_routed_experts"),
-            "moe_router_topk": size_of(source, "num_experts_per_tok"),
-            "moe_ffn_hidden_size": size_of(source, width),
             "transformer": {
                 "moe_layer_freq": [0] * dense + [1] * (layers - dense),
-                "moe_shared_expert_intermediate_size": source[width] * size_of(source, "n_shared_experts"),
+                "moe_shared_expert_intermediate_size": width,
                 "moe_router_score_function": "sigmoid",
                 "moe_router_enable_expert_bias": True,
                 "moe_router_bias_update_rate": 0.0,  # as at the end of pretraining: only gradients change the policy
@@ -101,9 +93,7 @@ class RoutedByBias(Llama):
         if with_experts != sorted(with_experts):
             raise self.not_expressible("model.transformer.moe_layer_freq", every, "dense layers first")
         return super().config_from(fields) | {
-            "n_routed_experts": fields["num_moe_experts"],
             "n_shared_experts": shared // width,
-            "num_experts_per_tok": fields["moe_router_topk"],
             "moe_intermediate_size": width,
             "first_k_dense_replace": with_experts.count(0),
             "n_group": inside.get("moe_router_num_groups") or 1,
