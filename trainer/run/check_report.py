@@ -55,7 +55,7 @@ def report(arguments: argparse.Namespace, config: RunConfig) -> int:
     lines = [*_problems(config), *(f"{key}: {_layout(config, key, role)}" for key, role in roles.items())]
     lines += [*_generating_lines(config, roles), *_locality_lines(config), *_resource_lines(config)]
     layers = arguments.layers or ("transformer_engine" if on_gpu else "local")
-    lengths = lengths_of(config, roles)
+    lengths = lengths_of(config)
     with_model = {key: _with_layers(role, layers) for key, role in model_roles(config).items()}
     outcomes = estimates(calls_of_roles(with_model, lengths), RunConfig)
     gpu_memory = _gpu_memory(arguments.gpu_memory)

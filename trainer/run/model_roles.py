@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,21 +9,19 @@ from trainer.roles import CONFIG_KEYS, role_workers
 from trainer.run.config import RunConfig
 from trainer.run.parts import roles_of
 from trainer.run.pools import nodes_of_ranks, pool_names, pool_nodes
-from workers.config import ActorConfig
 from workers.dry_run import RoleCall
 from workers.role_calls import Lengths, calls_of_roles
 from workers.verify.roles import ModelRole, RoleProgram, parallel_config, variant_of
 from workers.verify.sizes import small_layout, small_model
 
 
-def model_roles(config: RunConfig, world_size: int | None = None) -> dict[str, ModelRole]:
+def model_roles(config: RunConfig) -> dict[str, ModelRole]:
     """Return the roles of a run with random weights, by their keys in the configuration.
 
     A directory of Hugging Face may have its ``config.json`` alone.
 
     Args:
         config: the configuration of the run.
-        world_size: ranks of each role; None: of its pool.
 
     Raises:
         LayoutError: the axes of a role do not divide its pool.
@@ -37,7 +34,7 @@ def model_roles(config: RunConfig, world_size: int | None = None) -> dict[str, M
     roles = {}
     for spec in specs:
         key, parts = CONFIG_KEYS[spec.role], str(spec.init.kwargs.get("role", ""))
-        roles[key] = ModelRole.of(spec.init.cls, spec.config, parts, world_size or sum(nodes[names[key]]))
+        roles[key] = ModelRole.of(spec.init.cls, spec.config, parts, sum(nodes[names[key]]))
     return roles
 
 
@@ -76,16 +73,10 @@ def role_calls(config: RunConfig) -> dict[str, RoleCall]:
     """
     roles = model_roles(config)
     nodes = {key: nodes_of_ranks(config, key) for key in roles}
-    return calls_of_roles(roles, lengths_of(config, config.sections()), nodes)
+    return calls_of_roles(roles, lengths_of(config), nodes)
 
 
-def lengths_of(config: Any, roles: Mapping[str, Any]) -> Lengths:
-    """Return the lengths of the rows of a configuration, and how many responses a step has."""
-    for role in roles.values():
-        if isinstance(role, ActorConfig):
-            rollout = role.rollout
-            data = getattr(config, "data", None)
-            rows = role.ppo_mini_batch_size if data is None else data.train_batch_size * rollout.n
-            return Lengths(rollout.prompt_length, rollout.response_length, rows)
-    longest = max(role.model.max_sequence_length for role in roles.values())
-    return Lengths(0, longest, 0)
+def lengths_of(config: RunConfig) -> Lengths:
+    """Return the lengths of the rows of a run, and how many responses a step has."""
+    rollout = config.actor_rollout_ref.rollout
+    return Lengths(rollout.prompt_length, rollout.response_length, config.data.train_batch_size * rollout.n)

@@ -452,7 +452,8 @@ class Supervision:
             if len(of_call) == len(call.ranks) and all(failure.upstream for failure in of_call):  # none has started it
                 call.error = _cause_of(of_call)
                 self.calls.pop(call.number, None)
-                self.failures = [entry for entry in self.failures if entry[0] is not call]
+                for entry in [entry for entry in self.failures if entry[0] is call]:
+                    self.failures.remove(entry)  # in place: another thread may add one
                 failures = [failure for failure in failures if failure.call is not call]
         if failures:
             between_calls = all(failure.call is None for failure in failures)
