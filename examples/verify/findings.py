@@ -21,7 +21,8 @@ import torch
 
 from parallel_state import cpu
 
-cpu.install()
+_PROGRAMS = ("gallery", "gpt", "hybrid", "mla", "moe")
+cpu.install(packages=[name for name in _PROGRAMS if name not in sys.modules])
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gallery  # noqa: E402

@@ -64,7 +64,7 @@ def install(*, packages: Collection[str] = ()) -> bool:
         products.patch_products()
         training.replace_triton_kernels()
         literals.add_packages(packages)
-        literals.install_hook(megatron.PATCHES | training.PATCHES | bridge.PATCHES)
+        literals.install_hook(megatron.PATCHES | training.PATCHES)
         bridge.stand_in_for_engine()
         _installed = True
         return True

@@ -6,40 +6,51 @@ file is executed, and only then, a stand-in is in its place: its classes are one
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from parallel_state.patches.import_hook import Patch, call_before_import
+from parallel_state.patches.import_hook import ImportHook
 
-_UNGUARDED = "megatron.bridge.peft.lora_layers"
+UNGUARDED = "megatron.bridge.peft.lora_layers"
 _ENGINE = ("transformer_engine", "transformer_engine.pytorch")
 
 
-class _StandIn(ModuleType):
+def stand_in_for_engine() -> None:
+    """Execute the file with the stand-in when it is imported, if there is no Transformer Engine then."""
+    sys.meta_path.insert(0, _WithStandIn(UNGUARDED.__eq__, lambda module: None))
+
+
+class _WithStandIn(ImportHook):
+    def loader(self, spec: Any) -> Any:
+        execute = spec.exec_module
+
+        def execute_with_stand_in(module: ModuleType) -> None:
+            spec = {name: sys.modules.pop(name) for name in _ENGINE if name in sys.modules}
+            if spec.get(_ENGINE[0]) or (not spec and importlib.util.find_spec(_ENGINE[0])):
+                sys.modules.update(spec)
+                execute(module)
+                return
+            package, pytorch = (ModuleType(name) for name in _ENGINE)
+            pytorch.__getattr__ = _Nothing().__getattr__  # type: ignore[method-assign]
+            package.pytorch = pytorch  # type: ignore[attr-defined]
+            sys.modules.update(zip(_ENGINE, (package, pytorch), strict=True))
+            try:
+                execute(module)
+            finally:
+                for name in _ENGINE:
+                    del sys.modules[name]
+                sys.modules.update(spec)
+
+        spec.exec_module = execute_with_stand_in
+        return spec
+
+
+class _Nothing:
     """A module whose classes have no instances."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {}) if name[0].isupper() else _StandIn(name)
-
-
-def stand_in_for_engine() -> None:
-    """Put the stand-in in place before the file is imported, if there is no Transformer Engine then."""
-    call_before_import(_UNGUARDED, _put_in_place)
-
-
-def _put_in_place() -> None:
-    if find_spec(_ENGINE[0]) is None:
-        sys.modules.update((name, _StandIn(name)) for name in _ENGINE)
-
-
-def _remove(module: Any) -> None:
-    if isinstance(sys.modules[_ENGINE[0]], _StandIn):
-        sys.modules.update(dict.fromkeys(_ENGINE))  # type: ignore[arg-type] # with None, an import raises ImportError
-
-
-PATCHES: dict[str, Patch] = {_UNGUARDED: _remove}
-"""Module name -> the function that patches it."""
+        return type(name, (), {}) if name[0].isupper() else _Nothing()
