@@ -77,7 +77,7 @@ PYTHON312    ?= $(shell for it in python3.12 $(wildcard $(HOME)/.pyenv/versions/
 test-newest: $$(if $$(PYTHON312),$$(NEWEST)/.installed)
 	@test -n "$(PYTHON312)" || echo "test-newest: there is no Python 3.12, so nothing is tested; install it, or set PYTHON312"
 	$(if $(PYTHON312),$(WITH_MEGATRON) $(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(ARGS))
-	$(if $(PYTHON312),$(WITH_MEGATRON) $(NEWEST)/bin/python -m pytest -p tests.bridge.with_transformer_engine tests/bridge)
+	$(if $(PYTHON312),PYTHONPATH=tests/bridge$(addprefix :,$(abspath $(MEGATRON))) $(NEWEST)/bin/python -m pytest -p with_transformer_engine tests/bridge)
 
 $(NEWEST)/.installed: pyproject.toml constraints/tested.txt constraints/newest.txt
 	test -x $(NEWEST)/bin/python || $(PYTHON312) -m venv $(NEWEST)

@@ -6,7 +6,7 @@ import sys
 
 from tests.workers.weights.hf_models import LATENT, MODELS, QWEN_MOE, SIZES, SP, Model
 
-WITH_ENGINE = "tests.bridge.with_transformer_engine" in sys.modules
+WITH_ENGINE = "with_transformer_engine" in sys.modules
 BRIDGE = {"provider": "bridge"}
 DELTA = {
     "linear_num_key_heads": 2,

@@ -2,7 +2,9 @@
 
 Megatron-Core decides at its import whether it uses Transformer Engine, so these tests have a separate process::
 
-    python -m pytest -p tests.bridge.with_transformer_engine tests/bridge
+    PYTHONPATH=tests/bridge python -m pytest -p with_transformer_engine tests/bridge
+
+A checkout of Megatron-LM on PYTHONPATH has a package ``tests`` too.
 """
 
 from __future__ import annotations
