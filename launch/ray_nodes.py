@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -69,13 +70,26 @@ def wait(names: Sequence[str], deadline: float) -> int:
 
 
 def lost(names: Sequence[str]) -> int:
-    """Print the nodes that are not alive, with their addresses; return 1 if there are any."""
+    """Print the nodes that are not alive, with their addresses; return 1 if there are any.
+
+    Ray's head notices seconds after the driver that a node is gone, so each raylet is asked for a connection too.
+    """
     nodes = ray.nodes()
     addresses = {node["NodeName"]: node["NodeManagerAddress"] for node in nodes}
-    missing = missing_nodes(names, nodes)
+    with ThreadPoolExecutor(max_workers=64) as threads:
+        missing = missing_nodes(names, [node for node, up in zip(nodes, threads.map(accepts, nodes), strict=True) if up])
     if missing:
         print(", ".join(f"node {name} ({addresses.get(name, 'never joined')})" for name in missing))
     return 1 if missing else 0
+
+
+def accepts(node: dict[str, Any]) -> bool:
+    """Return whether the raylet of a node accepts connections."""
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def missing_nodes(names: Sequence[str], nodes: Sequence[dict[str, Any]]) -> list[str]:

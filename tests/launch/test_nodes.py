@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from launch.ray_nodes import missing_nodes
+import launch.ray_nodes
+from launch.ray_nodes import lost, missing_nodes
 from tests.launch.manifests import ROOT
 
 
@@ -18,6 +20,21 @@ def test_nodes_that_never_joined_or_died_are_missing() -> None:
     assert missing_nodes(["a", "b", "c"], nodes) == ["b", "c"]
     joined_again = {"NodeName": "b", "Alive": True}
     assert missing_nodes(["a", "b"], [*nodes, joined_again]) == []
+
+
+def test_a_node_is_lost_before_the_head_has_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as raylet, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nothing listens there: connections are refused
+        nodes = [
+            {"NodeName": name, "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+            for name, port in (("a", raylet.getsockname()[1]), ("b", closed.getsockname()[1]))
+        ]
+        monkeypatch.setattr(launch.ray_nodes.ray, "nodes", lambda: nodes)
+        assert lost(["a"]) == 0
+        assert lost(["a", "b"]) == 1
+    assert capsys.readouterr().out == "node b (127.0.0.1)\n"
 
 
 needs_ip = pytest.mark.skipif(shutil.which("ip") is None, reason="INTERFACE needs the command ip, of iproute2")
