@@ -77,7 +77,8 @@ def lost(names: Sequence[str]) -> int:
     nodes = ray.nodes()
     addresses = {node["NodeName"]: node["NodeManagerAddress"] for node in nodes}
     with ThreadPoolExecutor(max_workers=64) as threads:
-        missing = missing_nodes(names, [node for node, up in zip(nodes, threads.map(accepts, nodes), strict=True) if up])
+        reachable = threads.map(accepts, nodes)
+        missing = missing_nodes(names, [node for node, answers in zip(nodes, reachable, strict=True) if answers])
     if missing:
         print(", ".join(f"node {name} ({addresses.get(name, 'never joined')})" for name in missing))
     return 1 if missing else 0
