@@ -40,7 +40,8 @@ NEEDS = {
     r"LayerNorm.__init__\(\) got an unexpected keyword argument 'config'",
     "needs CUDA": r"CUDA|cuda|nccl|NCCL|Stream|a GPU",
     "needs a package": "ModuleNotFoundError|ImportError|not installed|No module named|is required|datasets/utils.py|"
-    r"pytest --fixtures|a suitable plugin|triton|_kernel\[|[Ff]lash|[Aa]pex",
+    r"pytest --fixtures|a suitable plugin|triton|_kernel\[|[Ff]lash|[Aa]pex|"
+    "persist_layer_norm not supported by torch",
     "needs files": r"/opt/data|file doesn't exist|/workspace|download|FileNotFoundError",
 }
 PATCH = type(mock.patch("sys.path"))
