@@ -32,7 +32,7 @@ def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "train/score" in line]
+    return [line for line in lines if line.pop("phase") == "train" and "train/score" in line]
 
 
 @pytest.mark.timeout(300)
