@@ -409,8 +409,7 @@ def standing_in(gpu: Callable[[], Gpu] | None = None) -> Iterator[type[StandInLL
     checks.has_vllm = lambda python: True
     StandInLLM.gpu, StandInLLM.started, StandInExecutor.started = gpu, [], []
     try:
-        variables = {"ENGINE_PID": ""}  # which an engine sets
-        with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", variables, XDG_CACHE_HOME=caches):
+        with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", XDG_CACHE_HOME=caches):
             yield StandInLLM
     finally:
         start.EngineProcess, checks.has_vllm = process, installed  # type: ignore[misc]

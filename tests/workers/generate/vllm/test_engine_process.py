@@ -6,6 +6,9 @@ The program of the process is a small one, without vLLM.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -67,7 +70,7 @@ def engine(program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EnginePro
 def has_ended(pid: int) -> bool:
     if not os.path.exists(f"/proc/{pid}"):
         return True
-    return bool(wait([os.pidfd_open(pid)], 60))
+    return bool(wait([os.pidfd_open(pid)], 20))
 
 
 def test_calls_return_their_results_and_the_environment_is_the_engine_s(engine: EngineProcess) -> None:
@@ -120,3 +123,57 @@ def test_the_process_ends_with_the_object(program: Path) -> None:
     pid = engine.pid
     del engine
     assert has_ended(pid)
+
+
+STARTING = """
+import multiprocessing, os, pathlib, time
+
+def serve(folder, depth):
+    if depth:
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(folder, depth - 1))
+        process.start()
+    (folder / f"{depth}.pid").write_text(str(os.getpid()))
+    (folder / f"{depth}.pid").rename(folder / str(depth))
+    time.sleep(600)
+"""
+"""An engine's processes while it starts: the engine core starts its workers, and all are busy."""
+
+VLLM = {
+    "__init__.py": "",
+    "engine/__init__.py": "",
+    "engine/arg_utils.py": "AsyncEngineArgs = dict",
+    "usage/__init__.py": "",
+    "usage/usage_lib.py": "class UsageContext:\n    LLM_CLASS = None",
+    "v1/__init__.py": "",
+    "v1/engine/__init__.py": "",
+    "v1/engine/async_llm.py": """
+import pathlib
+from starting import serve
+
+class AsyncLLM:
+    @staticmethod
+    def from_engine_args(arguments, usage_context):
+        serve(pathlib.Path(arguments["model"]), 2)
+""",
+}
+
+
+def test_all_processes_of_an_engine_end_with_a_worker_that_is_killed_while_it_starts(tmp_path: Path) -> None:
+    for name, content in VLLM.items():
+        (tmp_path / "vllm" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "vllm" / name).write_text(content)
+    (tmp_path / "starting.py").write_text(STARTING)
+    start = (
+        "from workers.generate.vllm.engine_process import EngineProcess\n"
+        f"EngineProcess({{'model': {str(tmp_path)!r}}}, {{}}, start_timeout_s=60, silence_timeout_s=60)"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", os.getcwd())])
+    worker = subprocess.Popen([sys.executable, "-c", start], env={**os.environ, "PYTHONPATH": path})
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / str(depth)).exists() for depth in range(3)):
+        assert worker.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    worker.kill()
+    worker.wait()
+    for depth in range(3):
+        assert has_ended(int((tmp_path / str(depth)).read_text()))

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
+_PARENT = "PARENT_OF_ENGINE"
 _PROGRESS_S = 1.0
 _TAGS = ("weights", "kv_cache")  # of vLLM's memory
 _DRAIN_ROUNDS = 100  # of the event loop, after which outputs that vLLM has sent are with their requests
@@ -314,8 +315,6 @@ def _versions(ends: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def _engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``vllm.AsyncEngineArgs``, whose processes end with this one: see ``policy_receiver``."""
-    os.environ["ENGINE_PID"] = str(os.getpid())
     return {"disable_log_stats": True, "worker_extension_cls": "policy_receiver.PolicyReceiver", **arguments}
 
 
@@ -423,8 +422,17 @@ class RequestServer:
         writer.write(packed(answer, *arrays))
 
 
+def end_with_parent() -> None:
+    """Let the kernel end this process with the one that has started it, however and whenever that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(_PARENT) not in (None, str(os.getppid())):
+        os._exit(1)  # it has ended already
+    os.environ[_PARENT] = str(os.getpid())
+
+
+if __name__ in ("__main__", "__mp_main__"):  # processes that vLLM starts load this file first
+    end_with_parent()
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the worker, however it ends
     # Not PYTHONPATH: the interpreter may be a script that sets it. Spawned processes start with this process's path.
     sys.path[:0] = sys.argv[2:]
     asyncio.run(serve_engine())
