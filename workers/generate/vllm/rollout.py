@@ -35,7 +35,6 @@ from workers.weights.fingerprints import Fingerprint
 from workers.weights.moves import TensorInBucket
 
 _SHARED = "/dev/shm"
-_CHECK_S = 10.0
 
 
 class VllmRollout(Rollout):
@@ -133,9 +132,10 @@ class VllmRollout(Rollout):
         shares = [(first + row) * len(addresses) // sum(rows) for row in range(len(samples.ids))]
         try:
             return raise_on_every_rank(lambda: self._responses(addresses, shares, samples, sampling))
-        except EngineLost:
-            raise_on_every_rank(self._check_engine)  # the rank that has started it reports why
-            raise
+        except EngineLost as lost:
+            engine, was_silent = self.engine, lost.was_silent
+            raise_on_every_rank(lambda: None if engine is None else engine.check(was_silent=was_silent))
+            raise  # unless the rank that has started the engine has reported why
 
     def _responses(
         self, addresses: Sequence[VllmAddress], shares: Sequence[int], samples: Prompts, sampling: Sampling
@@ -155,11 +155,6 @@ class VllmRollout(Rollout):
         finally:
             if self._on_gpus:
                 wait_for_every_rank("vllm/generate")
-
-    def _check_engine(self) -> None:
-        if self.engine is not None:
-            self.engine.send("check")
-            self.engine.result(_CHECK_S)
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
         """Put all weights together in shared memory for the engines (a collective).

@@ -60,7 +60,7 @@ class VllmEngine:
         self._writer: asyncio.StreamWriter | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
-        self._lost = ""
+        self._lost, self._was_silent = "", False
 
     async def generate(
         self, prompt: array[int], sampling: Mapping[str, Any], on_part: Callable[[Sampled], None] | None = None
@@ -154,6 +154,7 @@ class VllmEngine:
         if not self._waiting:
             self._heard = loop.time()
         if loop.time() - self._heard > silence:
+            self._was_silent = True
             self._lose(f"it was silent for {silence:g} s: see rollout.vllm.silence_timeout_s")
         elif not self._lost:
             loop.call_later(silence / 10, self._watch, loop)
@@ -169,7 +170,8 @@ class VllmEngine:
                 future.set_exception(self._loss())
 
     def _loss(self) -> EngineLost:
-        return EngineLost(f"engine {self.name} was lost: {self._lost}", engine=self.name)
+        text = f"engine {self.name} was lost: {self._lost}"
+        return EngineLost(text, engine=self.name, was_silent=self._was_silent)
 
     def _parameters_of(self, sampling: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
         """Return the arguments of ``vllm.SamplingParams``, and the temperature that logits are divided by."""

@@ -373,12 +373,15 @@ class EngineInProcess:
         self.send(method, **arguments)
         return self.result()
 
+    def check(self, *, was_silent: bool) -> None:
+        if self.llm.is_hanging:
+            assert was_silent
+            raise EngineHung("no progress", method="check", pid=self.pid, setting="silence_timeout_s", timeout_s=0.0)
+
     def send(self, method: str, **arguments: Any) -> None:
-        if method == "check" and self.llm.is_hanging:
-            raise EngineHung("vLLM's engine reported no progress", method=method, pid=self.pid, timeout_s=0.0)
         self._answer = self._in_engine(method, getattr(self.served, method)(**arguments))
 
-    def result(self, silence_timeout_s: float | None = None) -> Any:
+    def result(self) -> Any:
         return self._answer
 
     def close(self) -> None: ...

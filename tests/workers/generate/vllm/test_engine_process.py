@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from workers.generate.vllm import engine_process
 from workers.generate.vllm.engine_process import EngineDied, EngineError, EngineHung, EngineProcess
 
 pytestmark = pytest.mark.processes
@@ -26,6 +27,8 @@ from multiprocessing.connection import Connection
 connection = Connection(int(sys.argv[1]))
 method, arguments = connection.recv()
 print("started with", sorted(arguments), flush=True)
+if arguments.get("hang"):
+    signal.pause()
 if arguments.get("end"):
     sys.exit(arguments["end"])
 print("KeyError: 'of the start'", flush=True)
@@ -46,7 +49,7 @@ while True:
         os.kill(os.getpid(), signal.SIGKILL)
     elif method == "exit":
         sys.exit(7)
-    elif method == "hang":
+    elif method in ("hang", "check"):
         signal.pause()
 """
 
@@ -100,12 +103,22 @@ def test_the_death_of_an_engine_is_reported_with_its_cause_and_its_last_words(
     assert ("about to end" if method == "die" else "started with []") in caught.value.log_tail
 
 
-def test_an_engine_that_is_silent_for_too_long_is_reported_and_ended(program: Path) -> None:
+def test_an_engine_that_is_silent_for_too_long_is_reported_with_the_limit_and_ended(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = EngineProcess({}, {}, start_timeout_s=60, silence_timeout_s=0.2, program=program)
     with pytest.raises(EngineHung) as caught:
         engine.call("hang")
     assert (caught.value.method, caught.value.timeout_s) == ("hang", 0.2) and isinstance(caught.value, TimeoutError)
     assert has_ended(engine.pid)
+    with pytest.raises(EngineHung) as starting:
+        EngineProcess({"hang": True}, {}, start_timeout_s=0.3, silence_timeout_s=60, program=program)
+    assert (starting.value.setting, starting.value.timeout_s) == ("start_timeout_s", 0.3)
+    monkeypatch.setattr(engine_process, "_ANSWER_S", 0.2)
+    engine = EngineProcess({}, {}, start_timeout_s=60, silence_timeout_s=50, program=program)
+    with pytest.raises(EngineHung) as checked:  # after requests have waited for 50 s
+        engine.check(was_silent=True)
+    assert (checked.value.setting, checked.value.timeout_s) == ("silence_timeout_s", 50)
 
 
 def test_an_engine_that_does_not_start_is_reported_with_its_exit_code(program: Path) -> None:
