@@ -404,18 +404,18 @@ class EngineInProcess:
 def standing_in(gpu: Callable[[], Gpu] | None = None) -> Iterator[type[StandInLLM]]:
     """Let engines be stand-ins in this process, on GPUs that ``gpu`` makes, or on a CPU."""
     folders = [*in_engine.__path__, *hashing.__path__]
-    finder, process, installed = _Finder(), start.EngineProcess, checks.has_vllm
+    finder, process, asked = _Finder(), start.EngineProcess, (checks.has_vllm, checks.is_for_cpus)
     known = set(sys.modules)
     sys.meta_path.insert(0, finder)
     sys.path[:0] = folders
     start.EngineProcess = EngineInProcess  # type: ignore[misc,assignment]
-    checks.has_vllm = lambda python: True
+    checks.has_vllm, checks.is_for_cpus = lambda python: True, lambda python: False
     StandInLLM.gpu, StandInLLM.started, StandInExecutor.started = gpu, [], []
     try:
         with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", XDG_CACHE_HOME=caches):
             yield StandInLLM
     finally:
-        start.EngineProcess, checks.has_vllm = process, installed  # type: ignore[misc]
+        start.EngineProcess, (checks.has_vllm, checks.is_for_cpus) = process, asked  # type: ignore[misc]
         StandInLLM.gpu = None
         sys.meta_path.remove(finder)
         sys.path[:] = [path for path in sys.path if path not in folders]
