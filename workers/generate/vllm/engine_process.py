@@ -107,7 +107,7 @@ class EngineProcess:
         theirs.close()
         self._end = weakref.finalize(self, _end, self._process, self._connection, self._log)
         self.send("start", **arguments)
-        self.facts: dict[str, Any] = self.result()
+        self.result()
 
     @property
     def pid(self) -> int:

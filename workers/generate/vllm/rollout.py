@@ -110,7 +110,7 @@ class VllmRollout(Rollout):
         code = "b" if (model.num_moe_experts or 0) <= 128 else "h"
         experts = {"expert_layers": model.expert_layers, "expert_code": code}
         port = self.engine.call("listen", host=host, token=self._token, **experts)
-        return VllmAddress(host, port, self._token, self._config.rollout, model.vocab_size)
+        return VllmAddress(host, port, self._token, self._config.rollout)
 
     def fingerprints(self) -> Sequence[Fingerprint]:
         """Return the fingerprints of the tensors that have arrived in each process of this rank's engine."""

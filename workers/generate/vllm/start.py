@@ -137,22 +137,13 @@ def _started(config: ActorConfig, number: int, engine: EnginePlacement, gpus: Se
         arguments |= {"nnodes": len(starters), "node_rank": node_rank, "distributed_executor_backend": "mp"}
         arguments |= {"master_addr": starters[0].address, "master_port": starters[0].port}
         environment["VLLM_HOST_IP"] = starters[node_rank].address
-    process = EngineProcess(
+    return EngineProcess(
         arguments,
         environment,
         start_timeout_s=settings.start_timeout_s,
         silence_timeout_s=settings.silence_timeout_s,
         python=interpreter_of(config),
     )
-    vocab_size = process.facts["vocab_size"]
-    if vocab_size != config.model.vocab_size:
-        process.close()
-        raise ConfigError(
-            f"model.vocab_size is {config.model.vocab_size}, but vLLM's engine has {vocab_size} tokens",
-            key="model.vocab_size",
-            value=config.model.vocab_size,
-        )
-    return process
 
 
 def policy_folder(config: ActorConfig) -> Path:

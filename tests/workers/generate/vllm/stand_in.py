@@ -87,8 +87,6 @@ class StandInLLM:
         others = (dict[str, torch.Tensor]() for _ in range(arguments.get("nnodes", 1) - 1))
         self.weights_by_node = [self.weights, *others]
         self.config = json.loads((Path(arguments["model"]) / "config.json").read_text())
-        size = int(self.config["vocab_size"])
-        self.vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(get_vocab_size=lambda: size))
         self.errored, self.in_flight = False, dict[str, bool]()  # True: aborted
         self.tokens_made, self.is_hanging = 0, False
         self.output_processor = types.SimpleNamespace(request_states={})
@@ -259,9 +257,7 @@ class StandInLLM:
 class _AsyncEngineArgs(dict[str, Any]):
     def create_engine_config(self, usage_context: str, headless: bool) -> types.SimpleNamespace:
         assert headless and 0 < self["node_rank"] < self["nnodes"]
-        config = json.loads((Path(self["model"]) / "config.json").read_text())
-        model = types.SimpleNamespace(get_vocab_size=lambda: int(config["vocab_size"]))
-        return types.SimpleNamespace(model_config=model, arguments=dict(self))
+        return types.SimpleNamespace(arguments=dict(self))
 
 
 class StandInExecutor:
@@ -367,7 +363,6 @@ class EngineInProcess:
 
         self.served = self._in_engine("start", created())
         self.llm: StandInLLM = getattr(self.served, "_llm", None)  # type: ignore[assignment]
-        self.facts = self.call("start")
 
     def call(self, method: str, **arguments: Any) -> Any:
         self.send(method, **arguments)

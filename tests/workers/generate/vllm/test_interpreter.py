@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -37,15 +38,15 @@ def module(name, **members):
 class AsyncLLM:
     def __init__(self, arguments):
         file, _, name = arguments["worker_extension_cls"].rpartition(".")
-        self.extension = getattr(importlib.import_module(file), name)
-        self.vllm_config = SimpleNamespace(model_config=self)
+        extension = getattr(importlib.import_module(file), name)
+        packages = {name.partition(".")[0] for name in sys.modules}
+        here = [os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHOME", "CUDA_DEVICE_MAX_CONNECTIONS")]
+        project = sorted(packages & {"mcontroller", "parallel_state", "workers"})
+        with open(arguments["model"], "w") as file:
+            json.dump([extension.__name__, project, here, sys.path], file)
     @classmethod
     def from_engine_args(cls, arguments, usage_context):
         return cls(arguments)
-    def get_vocab_size(self):
-        packages = {name.partition(".")[0] for name in sys.modules}
-        here = [os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHOME", "CUDA_DEVICE_MAX_CONNECTIONS")]
-        return self.extension.__name__, sorted(packages & {"mcontroller", "parallel_state", "workers"}), here, sys.path
     def shutdown(self):
         pass
 
@@ -84,9 +85,9 @@ def test_what_runs_in_the_engine_imports_nothing_of_this_project(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     python = interpreter({"vllm": VLLM})
-    engine = EngineProcess({}, engine_environment([]), start_timeout_s=60, silence_timeout_s=60, python=python)
-    extension, imported, variables, path = engine.facts["vocab_size"]
-    engine.close()
+    file, limits = tmp_path / "facts.json", {"start_timeout_s": 60.0, "silence_timeout_s": 60.0}
+    EngineProcess({"model": str(file)}, engine_environment([]), **limits, python=python).close()
+    extension, imported, variables, path = json.loads(file.read_text())
     assert (extension, imported) == ("PolicyReceiver", [])
     assert variables == [str(tmp_path / "site"), None, None]
     assert "/of/the/worker" not in path
