@@ -22,7 +22,7 @@ from workers.generate.vllm.interpreter import interpreter_variables
 _IN_ENGINE = Path(__file__).parent / "in_engine"
 FIND_TOOL_CALLS = _IN_ENGINE / "find_tool_calls.py"
 """A program for ``EngineProcess``: a parser of vLLM for tool calls."""
-_HASHING = Path(__file__).parents[2] / "weights" / "hashing"
+_OF_WEIGHTS = Path(__file__).parents[2] / "weights" / "in_engine"
 _EXIT_S = 10.0
 _ANSWER_S = 10.0
 _LOG_TAIL_LINES = 30
@@ -94,7 +94,7 @@ class EngineProcess:
         variables = {**interpreter_variables(python), **environment}
         try:
             self._process = subprocess.Popen(
-                [python, str(program), str(theirs.fileno()), str(program.parent), str(_HASHING)],
+                [python, str(program), str(theirs.fileno()), str(program.parent), str(_OF_WEIGHTS)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,

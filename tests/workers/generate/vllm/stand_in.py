@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 import workers.generate.vllm.in_engine as in_engine
-import workers.weights.hashing as hashing
+import workers.weights.in_engine as weights_in_engine
 from tests.workers.generate.vllm.signatures import check_arguments
 from workers.generate.vllm import checks, start
 from workers.generate.vllm.engine_process import EngineError, EngineHung
@@ -398,7 +398,7 @@ class EngineInProcess:
 @contextmanager
 def standing_in(gpu: Callable[[], Gpu] | None = None) -> Iterator[type[StandInLLM]]:
     """Let engines be stand-ins in this process, on GPUs that ``gpu`` makes, or on a CPU."""
-    folders = [*in_engine.__path__, *hashing.__path__]
+    folders = [*in_engine.__path__, *weights_in_engine.__path__]
     finder, process, asked = _Finder(), start.EngineProcess, (checks.has_vllm, checks.is_for_cpus)
     known = set(sys.modules)
     sys.meta_path.insert(0, finder)

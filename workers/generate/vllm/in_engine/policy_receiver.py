@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from bit_sums import IndexKeys, sum_of_bits  # workers/weights/hashing, on the path of the engine's processes
+from bit_sums import IndexKeys, sum_of_bits  # workers/weights/in_engine, on the path of the engine's processes
 from registered_memory import register_memory, unregister_memory
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
