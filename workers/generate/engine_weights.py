@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from mcontroller.errors import ConfigError
 from parallel_state.agreement import all_gather_values
 from workers.config.rollout import RolloutConfig
-from workers.generate.rollout_protocol import PolicyWeights, ReadableRollout, Rollout
+from workers.generate.rollout_protocol import ReadableRollout, Rollout
 from workers.weights.moves import dtypes_by_name
 from workers.weights.verification import Verification
+from workers.weights.whole_tensors import StreamedTensors, WholeTensors
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class EngineWeights:
                 )
             logger.warning("the weights of the rollout are not verified after an update: %s", text)
 
-    def update(self, rollout: Rollout, weights: PolicyWeights, update: int) -> Mapping[str, float]:
+    def update(self, rollout: Rollout, weights: WholeTensors | StreamedTensors, update: int) -> Mapping[str, float]:
         """Update the weights of the engine, and verify that they have arrived (a collective over all ranks).
 
         Args:

@@ -23,7 +23,7 @@ from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
 from workers.generate.batch_requests import generate_by_requests
 from workers.generate.engine_protocol import EngineLost
-from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts, Rollout
+from workers.generate.rollout_protocol import Generated, Prompts, Rollout
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.engine_process import EngineError, EngineProcess
@@ -33,6 +33,7 @@ from workers.gpu_ids import node_address
 from workers.lora.peft_files import write_adapter
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.moves import TensorInBucket
+from workers.weights.whole_tensors import PolicyWeights
 
 _SHARED = "/dev/shm"
 
