@@ -22,11 +22,10 @@ def check_vllm(config: ActorConfig) -> None:
     Raises:
         ConfigError: ``key`` is the field that an engine cannot run with.
     """
+    check_settings(config)
     python = config.rollout.vllm.python
     on_other_nodes = python is not None and (is_planned() or not is_present(python))
-    if on_other_nodes or (is_planned() and not has_vllm(interpreter_of(config))):
-        check_settings(config)
-    else:
+    if not on_other_nodes and not (is_planned() and not has_vllm(interpreter_of(config))):
         check_installed(config)
 
 
@@ -45,7 +44,6 @@ def check_installed(config: ActorConfig) -> None:
             key=key,
             value=value,
         )
-    check_settings(config)
     if config.router_replay == "rollout" and is_for_cpus(python):
         raise ConfigError(
             f"router_replay is 'rollout', and the vLLM of {python} is its CPU build, which does not return the experts "
