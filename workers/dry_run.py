@@ -21,12 +21,12 @@ from parallel_state.dry_run.training import begin, free, initialize_state, used
 from workers.columns import ROUTED_EXPERTS
 from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize
-from workers.memory.offload import Sleepable
 from workers.model.gpu_defaults import defaults_with
 from workers.model.transformer_config import checked_fields
 from workers.router_replay.routers import ModelRouters
 from workers.verify.roles import ModelRole, rows_of_role
 from workers.verify.sizes import one_layer_a_stage
+from workers.weights.offload import Sleepable
 from workers.weights.whole_tensors import PolicyWeights, Receivers
 
 _PRECISION = (

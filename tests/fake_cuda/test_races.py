@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fake_cuda.streams import HostMemoryRace
-from workers.memory.offload import Offload
+from workers.weights.offload import Offload
 
 VALUES = [1.0, 2.0, 3.0]
 INT64_MAX = 2**63 - 1

@@ -18,7 +18,7 @@ from trainer import DataConfig, PPOConfig, RayPPOTrainer, Reward, Role, TrainerC
 from trainer.rewards.reward import outcome_scores
 from workers import ActorConfig, ActorRolloutRefWorker, CriticConfig, CriticWorker, RewardConfig, RewardModelWorker
 from workers.config import load_config
-from workers.memory.offload import Sleepable, model_tensors
+from workers.weights.offload import Sleepable, model_tensors
 
 pytestmark = pytest.mark.simulated
 

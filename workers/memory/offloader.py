@@ -16,7 +16,8 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, before_changes
 from mcontroller.trace.recorder import MEMORY, recorder
 from parallel_state.communicators import Communicators
-from workers.memory.offload import (
+from workers.train.state import TrainingState
+from workers.weights.offload import (
     Offload,
     Sleepable,
     buffer_tensors,
@@ -26,7 +27,6 @@ from workers.memory.offload import (
     model_tensors,
     optimizer_tensors,
 )
-from workers.train.state import TrainingState
 
 COMMUNICATORS = "communicators"
 """Name of the buffers of NCCL among the offloaded parts."""

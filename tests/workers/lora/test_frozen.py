@@ -10,7 +10,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.workers.lora.test_training import EXPERTS, LORA
 from tests.workers.roles import MODEL, actor, experience, largest_difference, own_shard, weights
-from workers.memory.offload import gradient_tensors, optimizer_tensors
+from workers.weights.offload import gradient_tensors, optimizer_tensors
 
 pytestmark = pytest.mark.simulated
 

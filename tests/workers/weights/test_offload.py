@@ -13,7 +13,7 @@ import torch
 from mcontroller.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.workers.roles import GREEDY, actor, critic, experience, own_shard, prompts, weights
-from workers.memory.offload import Offload
+from workers.weights.offload import Offload
 
 ROOT = Path(__file__).parents[3]
 
@@ -179,7 +179,7 @@ def test_views_see_the_memory_come_back() -> None:
 
 FREES_64_MIB = """
 import torch
-from workers.memory.offload import Offload
+from workers.weights.offload import Offload
 
 def resident():
     with open("/proc/self/statm") as file:
