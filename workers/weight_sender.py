@@ -183,7 +183,7 @@ class WeightSender:
         endpoint, rollout = self._endpoints[transfer], self._generator.rollout
         if not self._generator.serves_engine or rollout is None:
             return endpoint.receive(timeout)
-        return endpoint.receive_whole(timeout, lambda: rollout.update_weights(endpoint))
+        return endpoint.receive(timeout, lambda: rollout.update_weights(endpoint))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def accept_weights(self, version: int) -> None:

@@ -126,13 +126,9 @@ class TransferEndpoint(PolicyWeights):
         return self._run(self._send, timeout)._replace(version=version)
 
     @torch.no_grad()
-    def receive(self, timeout: float) -> TransferOutcome:
-        """Replace the weights by the received ones."""
-        return self._run(self._receive, timeout)
-
-    def receive_whole(self, timeout: float, update: Callable[[], object]) -> TransferOutcome:
-        """Run ``update``, which reads ``buckets`` on this rank."""
-        return self._run(update, timeout)
+    def receive(self, timeout: float, update: Callable[[], object] | None = None) -> TransferOutcome:
+        """Replace the weights by the received ones; those of an engine by ``update``, which reads ``buckets``."""
+        return self._run(update or self._receive, timeout)
 
     @torch.no_grad()
     def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
