@@ -120,11 +120,11 @@ class Generator:
         """Update the weights of the engine; if it computes adapters, only those once it has the base."""
         assert self.rollout is not None
         if not self._sends_adapter:
-            return self._engine_weights.update(self.rollout, weights, self._state.weights_version)
+            return self._engine_weights.update(weights, self._state.weights_version)
         model, rollout, metrics = self._state.model, self.rollout, dict[str, float]()
         if not self._has_base:
             with without_adapters(model):
-                metrics |= self._engine_weights.update(rollout, weights, self._state.weights_version)
+                metrics |= self._engine_weights.update(weights, self._state.weights_version)
             self._has_base = True
         tensors = adapter_tensors(model, rollout.receivers)
         of_adapter = rollout.update_adapter(tensors, peft_config(model, self._config.model))

@@ -248,4 +248,4 @@ def test_the_check_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
         RolloutConfig(verify_weights="always")
     assert caught.value.key == "rollout.verify_weights"
     EngineWeights(RolloutConfig(verify_weights="never"), Unreadable())  # type: ignore[arg-type]
-    assert "are not verified" in caplog.text
+    assert "not verified" in caplog.text
