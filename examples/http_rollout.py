@@ -146,7 +146,7 @@ class HttpRollout(Rollout):
     def __init__(
         self, worker: ActorRolloutRefWorker, server: Server, reload: Callable[[Server, str], None] = reload_vllm
     ) -> None:
-        self.config, self.server, self.reload = worker.config, server, reload
+        self.worker, self.config, self.server, self.reload = worker, worker.config, server, reload
         self.engine = HttpEngine(server, worker.config.rollout)
         self.updates = 0
         pg = worker.context.pg
@@ -162,7 +162,7 @@ class HttpRollout(Rollout):
         folder = Path(self.server.folder) / f"policy-{self.updates}"
         self.updates += 1
         model = replace(self.config.model, verify_load="off")  # once, when the model was loaded, is enough
-        export_hf(weights.chunks, weights.context, folder, model)
+        export_hf(self.worker.model, self.worker.context, folder, model)
         if dist.get_rank() == 0:
             self.reload(self.server, str(folder))
             shutil.rmtree(folder)

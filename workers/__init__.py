@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from workers.generate.engines import RolloutEngine as RolloutEngine
     from workers.generate.rollout_protocol import Generated as Generated
     from workers.generate.rollout_protocol import LogProbBasis as LogProbBasis
-    from workers.generate.rollout_protocol import PolicyWeights as PolicyWeights
     from workers.generate.rollout_protocol import Prompts as Prompts
     from workers.generate.rollout_protocol import Rollout as Rollout
     from workers.generate.sampling import Sampling as Sampling
@@ -65,5 +64,6 @@ if TYPE_CHECKING:
     from workers.weights.hf.model import hf_tensors as hf_tensors
     from workers.weights.hf.model import load_hf as load_hf
     from workers.weights.transfer.weight_transfer import WeightTransfer as WeightTransfer
+    from workers.weights.whole_tensors import PolicyWeights as PolicyWeights
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

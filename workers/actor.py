@@ -192,7 +192,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self.rollout: Rollout | None = None
         self.router_replay = RouterReplay("none", None)
         only_serves = serves_engine(self.roles, engine_by_name, config)
-        self.generator = Generator(config, self.state, self.offloader, self.device, only_serves)
+        self.generator = Generator(config, self.state, self.offloader, only_serves)
         self.sender = WeightSender(self.state, config, self.device, self.generator)
 
     @property

@@ -27,7 +27,7 @@ from workers.router_replay.routers import ModelRouters
 from workers.verify.roles import ModelRole, rows_of_role
 from workers.verify.sizes import one_layer_a_stage
 from workers.weights.offload import Sleepable
-from workers.weights.whole_tensors import InBuckets, Receivers
+from workers.weights.whole_tensors import PolicyWeights, Receivers
 
 _PRECISION = (
     "use_precision_aware_optimizer",
@@ -154,7 +154,7 @@ class RoleCall:
         return replace(_without_host_memory(use, on_host), unneeded=unneeded)
 
 
-def _send(weights: InBuckets, receivers: Receivers) -> None:
+def _send(weights: PolicyWeights, receivers: Receivers) -> None:
     """Read all weights as engines do: two buckets exist at a time."""
     buckets = deque[torch.Tensor](maxlen=2)
 

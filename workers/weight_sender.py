@@ -15,7 +15,7 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError, before_changes
 from workers.config import ActorConfig
 from workers.generate.generator import Generator
-from workers.generate.rollout_protocol import PolicyWeights, ReadableRollout
+from workers.generate.rollout_protocol import ReadableRollout
 from workers.gpu_ids import gpu_id, node_address, node_id, visible_gpus
 from workers.lora.adapters import adapters_of
 from workers.same_policy import differing_fields
@@ -183,8 +183,7 @@ class WeightSender:
         endpoint, rollout = self._endpoints[transfer], self._generator.rollout
         if not self._generator.serves_engine or rollout is None:
             return endpoint.receive(timeout)
-        weights = PolicyWeights([], self._state.context, endpoint, self._device)
-        return endpoint.receive_whole(timeout, lambda: rollout.update_weights(weights))
+        return endpoint.receive(timeout, lambda: rollout.update_weights(endpoint))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def accept_weights(self, version: int) -> None:

@@ -79,7 +79,7 @@ class MeasuredEngine:
         sampling = Sampling.of(self.config.rollout, settings)
         self.parameters = sampling_parameters(sampling, seeded=False)
         port = self.process.call("listen", host="127.0.0.1", token=TOKEN)
-        self.address = VllmAddress("127.0.0.1", port, TOKEN, self.config.rollout, VOCAB)
+        self.address = VllmAddress("127.0.0.1", port, TOKEN, self.config.rollout)
 
     def bare(self, turns: int = 1) -> Spent:
         """Return what a batch of responses of some turns costs with ``AsyncLLM``, called in its process."""

@@ -14,11 +14,10 @@ from mcontroller import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from workers import ActorConfig, ActorRolloutRefWorker, load_config
-from workers.generate.rollout_protocol import PolicyWeights
 from workers.generate.vllm.rollout import VllmRollout
 from workers.weights.moves import TensorInBucket
 from workers.weights.verification import WeightsNotArrived
-from workers.weights.whole_tensors import BucketMemory, Receivers, tensor_in
+from workers.weights.whole_tensors import BucketMemory, PolicyWeights, Receivers, tensor_in
 
 VOCAB, PROMPT, RESPONSE = 131, 160, 12  # prompts of more than one block of vLLM's cache
 EOS, PAD = 2, 0
@@ -57,7 +56,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-class HalfOld:
+class HalfOld(PolicyWeights):
     """The weights of a policy, of which every second one of the tensors that have changed is old."""
 
     def __init__(self, weights: PolicyWeights, old: dict[str, torch.Tensor]) -> None:
@@ -121,7 +120,7 @@ class Actor(ActorRolloutRefWorker):
         if fault == "old":
             rollout.update_weights = lambda weights: {}  # type: ignore[method-assign]
         elif fault == "half":
-            rollout.update_weights = lambda weights: correct(HalfOld(weights, self.old))  # type: ignore[method-assign,arg-type]
+            rollout.update_weights = lambda weights: correct(HalfOld(weights, self.old))  # type: ignore[method-assign]
         try:
             metrics = self.generator.current_rollout()[1]
             if not fault:

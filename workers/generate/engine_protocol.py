@@ -30,9 +30,11 @@ class EngineLost(MControllerError):
 
     Attributes:
         engine: its name.
+        was_silent: whether its process and its connection live, and it has not answered in time.
     """
 
     engine: str
+    was_silent: bool = False
 
 
 class RequestFailed(MControllerError):

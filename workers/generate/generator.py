@@ -18,7 +18,7 @@ from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.columns import HELD_OUT_BATCH, ROUTED_EXPERTS
 from workers.config import ActorConfig, RolloutConfig
 from workers.generate.engine_weights import EngineWeights
-from workers.generate.rollout_protocol import Generated, LogProbBasis, PolicyWeights, Prompts, Rollout
+from workers.generate.rollout_protocol import Generated, LogProbBasis, Prompts, Rollout
 from workers.generate.sampling import Sampling, later_seeds, prompt_hashes, sample_seeds
 from workers.lora.adapters import without_adapters
 from workers.lora.peft_files import adapter_tensors, peft_config
@@ -27,6 +27,9 @@ from workers.train.batch_checks import check_prompts
 from workers.train.batches import tensor_columns
 from workers.train.state import TrainingState
 from workers.weights.hf.model import checkpoint_tensors, hf_whole_tensors
+from workers.weights.whole_tensors import StreamedTensors, WholeTensors
+
+_Weights = WholeTensors | StreamedTensors
 
 
 class Generator:
@@ -38,7 +41,6 @@ class Generator:
         config: of the actor.
         state: the policy, and the number of batches that were sampled so far, on which the seeds of the next depend.
         offloader: brings back the weights of the policy.
-        device: of this rank.
         serves_engine: whether the worker has an engine with the weights, and no model.
 
     Attributes:
@@ -47,17 +49,10 @@ class Generator:
         version: the ``weights_version`` of the weights that it has; None if it has none.
     """
 
-    def __init__(
-        self,
-        config: ActorConfig,
-        state: TrainingState,
-        offloader: Offloader,
-        device: torch.device,
-        serves_engine: bool,
-    ) -> None:
-        self._config, self._state, self._offloader, self._device = config, state, offloader, device
+    def __init__(self, config: ActorConfig, state: TrainingState, offloader: Offloader, serves_engine: bool) -> None:
+        self._config, self._state, self._offloader = config, state, offloader
         self.serves_engine = serves_engine
-        self._weights: PolicyWeights | None = None
+        self._weights: tuple[Any, _Weights] | None = None  # of the model
         self._sends_adapter = config.rollout.engine == "vllm" and config.rollout.vllm.adapter_alone
         self._has_base = False
         self.rollout: Any = None
@@ -121,34 +116,34 @@ class Generator:
                 self._offloader.offload(("params",))
         return self.rollout, metrics
 
-    def _update_engine(self, weights: PolicyWeights) -> Mapping[str, float]:
+    def _update_engine(self, weights: _Weights) -> Mapping[str, float]:
         """Update the weights of the engine; if it computes adapters, only those once it has the base."""
         assert self.rollout is not None
         if not self._sends_adapter:
-            return self._engine_weights.update(self.rollout, weights, self._state.weights_version)
+            return self._engine_weights.update(weights, self._state.weights_version)
         model, rollout, metrics = self._state.model, self.rollout, dict[str, float]()
         if not self._has_base:
             with without_adapters(model):
-                metrics |= self._engine_weights.update(rollout, weights, self._state.weights_version)
+                metrics |= self._engine_weights.update(weights, self._state.weights_version)
             self._has_base = True
         tensors = adapter_tensors(model, rollout.receivers)
         of_adapter = rollout.update_adapter(tensors, peft_config(model, self._config.model))
         return metrics | {name: value + metrics.get(name, 0.0) for name, value in of_adapter.items()}
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
-    def rollout_weights(self) -> PolicyWeights:
+    def rollout_weights(self) -> _Weights:
         """Return the policy's current weights, for the engine that generates: a stream of named tensors.
 
         The engine calls this on the worker, not through a group. Offloaded weights are brought back to the device.
         """
         self._offloader.reload_for("rollout_weights")
-        if self._weights is None or self._weights.chunks is not self._state.model:
-            model, context = self._state.model, self._state.context
-            whole = hf_whole_tensors(model, context, self._config.rollout.vllm.bucket_bytes)
-            self._weights = PolicyWeights(model, context, whole, self._device)
-        return self._weights
+        model = self._state.model
+        if self._weights is None or self._weights[0] is not model:
+            bucket_bytes = self._config.rollout.vllm.bucket_bytes
+            self._weights = model, hf_whole_tensors(model, self._state.context, bucket_bytes)
+        return self._weights[1]
 
-    def _weights_of_checkpoint(self) -> PolicyWeights:
+    def _weights_of_checkpoint(self) -> StreamedTensors:
         """Return the weights of ``model.hf_path`` for an engine that has got none from another group.
 
         Raises:
@@ -165,8 +160,7 @@ class Generator:
                     + ": run a WeightTransfer to this group first"
                     + ("" if path is not None else ", or set model.hf_path")
                 )
-        whole = checkpoint_tensors(path, self._config.rollout.vllm.bucket_bytes)
-        return PolicyWeights([], self._state.context, whole, self._device)
+        return checkpoint_tensors(path, self._config.rollout.vllm.bucket_bytes)
 
     def generation_limits(self) -> dict[str, Any]:
         """Return what ``generate_sequences`` accepts: the longest prompt and response, and the vocabulary.

@@ -13,10 +13,11 @@ from torch import nn
 from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
 from workers.generate.decoding import generate
-from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts, Rollout
+from workers.generate.rollout_protocol import Generated, Prompts, Rollout
 from workers.generate.sampling import Sampling
 from workers.router_replay.routers import ModelRouters
 from workers.schedule import releasing_inputs, scoring
+from workers.weights.whole_tensors import PolicyWeights
 
 
 class MegatronRollout(Rollout):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from parallel_state.megatron import MegatronContext
 from workers.generate.engine_protocol import EngineAddress
 from workers.generate.sampling import Sampling
-from workers.weights.fingerprints import Fingerprint, shard_fingerprints
-from workers.weights.hf.model import hf_whole_tensors
-from workers.weights.hf.names import hf_shards, model_family
-from workers.weights.moves import TensorInBucket
-from workers.weights.whole_tensors import BucketMemory, InBuckets, Receivers, StreamedTensors, tensors_in
+from workers.weights.fingerprints import Fingerprint
+from workers.weights.whole_tensors import PolicyWeights, Receivers
 
 
 class Prompts(NamedTuple):
@@ -82,48 +77,6 @@ class Generated(NamedTuple):
         """Return responses with the tensors of ``columns()``, and log-probabilities of the policy."""
         responses, mask, log_probs = columns[:3]
         return Generated(responses, mask, log_probs, routed_experts=columns[3] if len(columns) > 3 else None)
-
-
-class PolicyWeights:
-    """The current weights of the policy.
-
-    Iterating yields every tensor of the whole model under its Hugging Face name, one bucket in memory at a time; no
-    rank ever has the whole model. It is a collective: every rank must iterate until the end. A tensor is valid until
-    the next one, so copy what you keep.
-
-    Args:
-        chunks: this rank's model chunks, for a rollout of Megatron's; none if the weights come from another group.
-        context: the layout of the ranks.
-        whole: the tensors, if they differ from the chunks'.
-        device: of the tensors; None for the device of the chunks.
-
-    Attributes:
-        chunks, context: as passed.
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        context: MegatronContext,
-        whole: InBuckets | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        self.chunks, self.context = chunks, context
-        self._whole = whole or hf_whole_tensors(chunks, context)
-        self._device = device or next(chunks[0].parameters()).device
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return tensors_in(self._whole.buckets, self._device)
-
-    def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
-        """Iterate over buckets of tensors, in memory of the caller's (a collective); see ``WholeTensors.buckets``."""
-        return self._whole.buckets(memory, receivers)
-
-    def fingerprints(self, dtypes: Mapping[str, Collection[str]]) -> list[Fingerprint]:
-        """Return the fingerprints of this rank's parts, under their Hugging Face names; see ``shard_fingerprints``."""
-        if isinstance(self._whole, StreamedTensors):
-            return self._whole.fingerprints(dtypes)
-        return shard_fingerprints(hf_shards(self.chunks, self.context, model_family(self.chunks)), dtypes)
 
 
 class Rollout(Protocol):

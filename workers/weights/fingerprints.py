@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.weights.hashing.bit_sums import IndexKeys, sum_of_bits
+from workers.weights.in_engine.bit_sums import IndexKeys, sum_of_bits
 from workers.weights.shards import WeightShard, whole_shard
 
 

@@ -19,11 +19,10 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcontroller.errors import ConfigError, ResourceError
+from workers.weights.in_engine.registered_memory import register_memory, unregister_memory
 
 _ALIGNMENT = 512
 """[bytes] Every copy starts at a multiple of this, as CUDA's own allocations do."""
-
-_PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs of the process
 
 
 @runtime_checkable
@@ -63,17 +62,13 @@ class HostBuffer:
         if not self.locked:
             return
         try:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, _PORTABLE))
+            register_memory(self.bytes)
         except torch.cuda.CudaError as error:
             raise ResourceError(
                 f"CUDA cannot lock {size} bytes of host memory for offloaded parts: {error}; give the node more "
                 "memory, or set trainer.offload=never"
             ) from error
-        weakref.finalize(self, _unlock, self.bytes).atexit = False  # CUDA may have ended before
-
-
-def _unlock(locked: torch.Tensor) -> None:
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(locked.data_ptr()))
+        weakref.finalize(self, unregister_memory, self.bytes).atexit = False  # CUDA may have ended before
 
 
 class Offload:

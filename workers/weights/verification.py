@@ -7,7 +7,7 @@ than engine and policy differ anyway. Fingerprints of the tensors are equal or n
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from mcontroller.errors import MControllerError
 from workers.weights.fingerprints import Fingerprint, whole_fingerprints
@@ -76,10 +76,16 @@ class Verification:
         missing = sorted({name for name, _ in expected.keys() - held_values.keys()})
         unknown = sorted({name for name, _ in held_values.keys() - expected.keys()})
         if tensors or missing or unknown:
+            differing = {
+                f"values from before the update in {len(old)} of {len(expected)} tensors": sorted(old),
+                "other values than the policy in": sorted(tensors.keys() - old),
+                "nothing under the names": missing,
+                "tensors that the policy does not have:": unknown,
+            }
+            held_text = "; ".join(f"{what} {some_of(names)}" for what, names in differing.items() if names)
             on = f" (ranks {some_of(sorted(ranks), 16)})" if ranks else ""
             raise WeightsNotArrived(
-                f"update {update} of the weights did not arrive in {self._receiver}{on}: "
-                + _text(len(expected), tensors, old, missing, unknown),
+                f"update {update} of the weights did not arrive in {self._receiver}{on}, which has {held_text}",
                 update=update,
                 tensors=dict(sorted(tensors.items())),
                 old=sorted(old),
@@ -88,30 +94,3 @@ class Verification:
                 ranks=sorted(ranks),
             )
         self._before = {key: set(values) for key, values in expected.items()}
-
-
-def _text(
-    count: int,
-    tensors: dict[str, tuple[list[int], list[int]]],
-    old: Collection[str],
-    missing: Sequence[str],
-    unknown: Sequence[str],
-) -> str:
-    parts = []
-    others = sorted(tensors.keys() - old)
-    if old:
-        parts.append(
-            f"it holds values from before the update in {len(old)} of {count} tensors ({some_of(sorted(old))})"
-        )
-    if others:
-        name = others[0]
-        policy, held = ("/".join(f"{value & (1 << 64) - 1:016x}" for value in side) for side in tensors[name])
-        parts.append(
-            f"other values than the policy in {len(others)} of {count} tensors ({some_of(others)}; {name} has the "
-            f"fingerprint {held}, the policy's is {policy})"
-        )
-    if missing:
-        parts.append(f"no rank reports {some_of(missing)}")
-    if unknown:
-        parts.append(f"it reports {some_of(unknown)}, which the policy does not have under this name")
-    return "; ".join(parts)

@@ -6,9 +6,10 @@ same moves (``workers.weights.moves``), and the slices travel in all-to-all exch
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from parallel_state.agreement import all_gather_values
 from workers.gpu_ids import node_id
-from workers.weights.fingerprints import Fingerprint, tensor_fingerprints
+from workers.weights.fingerprints import Fingerprint, shard_fingerprints, tensor_fingerprints
 from workers.weights.moves import (
     LocalTensor,
     Move,
@@ -39,19 +40,39 @@ def receives_all(receivers: Receivers, rank: int) -> bool:
     return receivers == "all" or (not isinstance(receivers, str) and rank in receivers)
 
 
-class InBuckets(Protocol):
-    """Whole tensors that arrive in buckets."""
+class PolicyWeights(ABC):
+    """All tensors of a policy, under their Hugging Face names for an engine.
 
+    Iterating yields every tensor of the whole model, one bucket in memory at a time; no rank ever has the whole model.
+    It is a collective: every rank must iterate until the end. A tensor is valid until the next one, so copy what you
+    keep.
+
+    Attributes:
+        device: of the tensors that iterating yields.
+    """
+
+    device: torch.device
+
+    @abstractmethod
     def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
-        """Iterate over the buckets; see ``WholeTensors.buckets``."""
-        ...
+        """Iterate over the buckets that this rank gets: the places of tensors in the memory that it was filled into.
+
+        It is a collective, as iterating is.
+
+        Args:
+            memory: returns the memory of a bucket.
+            receivers: the ranks that get whole tensors, the same on every rank.
+        """
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over names and whole tensors, on every rank; no memory is shared with the model."""
+        return tensors_in(self.buckets, self.device)
 
 
-class WholeTensors:
-    """All tensors of the whole model, put together from the parts of all ranks, as often as they are read.
+class WholeTensors(PolicyWeights):
+    """Tensors that are put together from the parts of all ranks, as often as they are read.
 
-    Each step of reading them is a collective: all ranks must read until the end. Ranks exchange which parts they have
-    at the first time, and again only if the parts of a rank have changed.
+    Ranks exchange which parts they have at the first time, and again only if the parts of a rank have changed.
 
     Args:
         shards: returns this rank's parts; called at the start of every reading.
@@ -60,34 +81,30 @@ class WholeTensors:
 
     def __init__(self, shards: Callable[[], Sequence[WeightShard]], bucket_bytes: int = 64 << 20) -> None:
         self._shards, self._bucket_bytes = shards, bucket_bytes
+        self.device = torch.device(torch.cuda.current_device())
         self._planned_for: tuple[list[LocalTensor], Receivers] | None = None
         self._wanted: list[LocalTensor] = []
         self._buckets: tuple[tuple[Move, ...], ...] = ()
 
     @torch.no_grad()
     def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
-        """Iterate over the buckets that this rank gets: the places of tensors in the memory that it was filled into.
-
-        Args:
-            memory: returns the memory of a bucket.
-            receivers: the ranks that get whole tensors, the same on every rank.
-        """
+        """Iterate over the buckets; see ``PolicyWeights.buckets``."""
         shards = self._shards()
         mine = [shard.described() for shard in shards], receivers
         if any(all_gather_values(mine != self._planned_for)):
             self._make_schedule(*mine)
-        device, rank, sources = torch.device(torch.cuda.current_device()), dist.get_rank(), SliceReader(shards)
+        rank, sources = dist.get_rank(), SliceReader(shards)
         for bucket in self._buckets:
             arriving = exchanged([move for move in bucket if move.source_rank != move.target_rank], sources)
             kept = [(move, _source(sources, move)) for move in bucket if move.source_rank == rank == move.target_rank]
             slots = sorted({move.target_slot for move in bucket if move.target_rank == rank})
             if slots:
                 tensors = {slot: self._wanted[slot] for slot in slots}
-                yield filled_bucket(tensors, [*kept, *arriving], memory, device)
+                yield filled_bucket(tensors, [*kept, *arriving], memory, self.device)
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over names and whole tensors, on every rank; no memory is shared with the model."""
-        return tensors_in(self.buckets, self._shards()[0].param.device)
+    def fingerprints(self, dtypes: Mapping[str, Collection[str]]) -> list[Fingerprint]:
+        """Return the fingerprints of this rank's parts; see ``shard_fingerprints``."""
+        return shard_fingerprints(self._shards(), dtypes)
 
     def _make_schedule(self, mine: list[LocalTensor], receivers: Receivers) -> None:
         sources, nodes = zip(*all_gather_values((mine, node_id())), strict=True)
@@ -116,7 +133,7 @@ class WholeTensors:
             )
 
 
-class StreamedTensors:
+class StreamedTensors(PolicyWeights):
     """Whole tensors that are read one after another: from files, or as Megatron-Bridge converts them.
 
     Args:
@@ -129,12 +146,10 @@ class StreamedTensors:
         self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], bucket_bytes: int, *, collective: bool = False
     ) -> None:
         self._tensors, self._bucket_bytes, self._collective = tensors, bucket_bytes, collective
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._tensors()
+        self.device = torch.device(torch.cuda.current_device())
 
     def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
-        """Iterate over the buckets; see ``WholeTensors.buckets``. Rank 0 is the first with a part of any tensor."""
+        """Iterate over the buckets; see ``PolicyWeights.buckets``. Rank 0 is the first with a part of any tensor."""
         if not receives_all((0,) if receivers == "first" else receivers, dist.get_rank()):
             for _ in self._tensors() if self._collective else ():
                 pass

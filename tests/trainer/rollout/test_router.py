@@ -257,7 +257,7 @@ def test_engines_of_a_group_that_cannot_be_reached_end_a_request_after_one_more_
 
     def engine_addresses() -> list[VllmAddress]:
         connections.append(port)
-        return [VllmAddress("127.0.0.1", port, "token", RolloutConfig(), vocab_size=100)]
+        return [VllmAddress("127.0.0.1", port, "token", RolloutConfig())]
 
     limits = Formula().generation_limits() | {"takes_requests": True}
     group = SimpleNamespace(generation_limits=lambda: [limits], engine_addresses=engine_addresses)

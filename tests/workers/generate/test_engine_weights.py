@@ -14,9 +14,10 @@ from tests.workers.roles import actor, experience, own_shard
 from workers.actor import ActorRolloutRefWorker
 from workers.config import RolloutConfig
 from workers.generate.engine_weights import EngineWeights
-from workers.generate.rollout_protocol import PolicyWeights, Rollout
+from workers.generate.rollout_protocol import Rollout
 from workers.weights.fingerprints import Fingerprint, tensor_fingerprints
 from workers.weights.verification import WeightsNotArrived
+from workers.weights.whole_tensors import PolicyWeights
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"num_query_groups": 4},
@@ -247,4 +248,4 @@ def test_the_check_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
         RolloutConfig(verify_weights="always")
     assert caught.value.key == "rollout.verify_weights"
     EngineWeights(RolloutConfig(verify_weights="never"), Unreadable())  # type: ignore[arg-type]
-    assert "are not verified" in caplog.text
+    assert "not verified" in caplog.text

@@ -34,7 +34,7 @@ def base(tmp_path: Path) -> Path:
 def exported(tmp_path: Path, base: Path, tokenizer: Path | None) -> set[str]:
     target = tmp_path / "export"
     start_export(target)
-    finish_export(target, {"auto_map": AUTO}, [], base, tokenizer)
+    finish_export(target, {"auto_map": AUTO}, {}, base, tokenizer)
     return {file.name for file in target.iterdir()}
 
 

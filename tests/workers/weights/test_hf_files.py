@@ -85,7 +85,7 @@ def test_a_second_export_into_a_directory_is_rejected_until_the_first_ends(tmp_p
             os.close(started)
             os.close(end)
             os.read(ended, 1)
-            finish_export(target, {}, [], None)
+            finish_export(target, {}, {}, None)
         finally:
             os._exit(0)
     os.close(started)

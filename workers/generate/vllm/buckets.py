@@ -9,7 +9,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from workers.generate.vllm.in_engine.registered_memory import register_memory, unregister_memory
+from workers.weights.in_engine.registered_memory import register_memory, unregister_memory
 
 
 class SharedBuckets:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from mcontroller.errors import ConfigError
-from workers.config import ActorConfig, ModelConfig
+from workers.config import ActorConfig
 from workers.config.trained_weights import base_is_frozen
-from workers.generate.vllm.interpreter import architectures_of_vllm, has_vllm, interpreter_of, is_present
+from workers.generate.vllm.interpreter import has_vllm, interpreter_of, is_for_cpus, is_present
 from workers.planning import is_planned
 from workers.weights.hf.config import hf_config_of
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of ``max_lora_rank`` (vLLM 0.32)."""
-
-KNOWN_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Families of this package that vLLM 0.32 has; vLLM is asked for others."""
 
 
 def check_vllm(config: ActorConfig) -> None:
@@ -25,11 +22,10 @@ def check_vllm(config: ActorConfig) -> None:
     Raises:
         ConfigError: ``key`` is the field that an engine cannot run with.
     """
+    check_settings(config)
     python = config.rollout.vllm.python
     on_other_nodes = python is not None and (is_planned() or not is_present(python))
-    if on_other_nodes or (is_planned() and not has_vllm(interpreter_of(config))):
-        check_settings(config)
-    else:
+    if not on_other_nodes and not (is_planned() and not has_vllm(interpreter_of(config))):
         check_installed(config)
 
 
@@ -48,8 +44,13 @@ def check_installed(config: ActorConfig) -> None:
             key=key,
             value=value,
         )
-    check_settings(config)
-    _check_family(config.model, python)
+    if config.router_replay == "rollout" and is_for_cpus(python):
+        raise ConfigError(
+            f"router_replay is 'rollout', and the vLLM of {python} is its CPU build, which does not return the experts "
+            "of tokens: set router_replay to old_log_probs or none, or rollout.engine to megatron",
+            key="router_replay",
+            value="rollout",
+        )
 
 
 def check_settings(config: ActorConfig) -> None:
@@ -91,13 +92,3 @@ def _check_tensor_parallelism(config: ActorConfig) -> None:
     if heads % tp or (groups % tp and tp % groups):
         text = f"{key} is {tp}, which does not divide {heads} attention heads and {groups} query groups of the model"
         raise ConfigError(text, key=key, value=tp)
-
-
-def _check_family(model: ModelConfig, python: str) -> None:
-    kind, architecture = (hf_config_of(model)[key] for key in ("model_type", "architectures"))
-    if kind not in KNOWN_FAMILIES and architecture[0] not in architectures_of_vllm(python):
-        raise ConfigError(
-            f"model.family is {kind!r}, and vLLM has no {architecture[0]}: use rollout.engine=megatron",
-            key="model.family",
-            value=kind,
-        )

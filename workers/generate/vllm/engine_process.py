@@ -22,8 +22,9 @@ from workers.generate.vllm.interpreter import interpreter_variables
 _IN_ENGINE = Path(__file__).parent / "in_engine"
 FIND_TOOL_CALLS = _IN_ENGINE / "find_tool_calls.py"
 """A program for ``EngineProcess``: a parser of vLLM for tool calls."""
-_HASHING = Path(__file__).parents[2] / "weights" / "hashing"
+_OF_WEIGHTS = Path(__file__).parents[2] / "weights" / "in_engine"
 _EXIT_S = 10.0
+_ANSWER_S = 10.0
 _LOG_TAIL_LINES = 30
 _LOG_BYTES = 1 << 20
 _ERROR_LINE = re.compile(r"(?:\(.*?\) )?(?:ERROR .*?\] )?(\w[\w.]*(?:Error|Exception)(?:: .*)?)")
@@ -50,8 +51,14 @@ class EngineDied(EngineError):
 
 
 class EngineHung(EngineError, TimeoutError):
-    """An engine that did not report progress in time, and was ended; ``timeout_s`` is the limit."""
+    """An engine that did not report progress in time, and was ended.
 
+    Attributes:
+        setting: the limit that it exceeded, ``start_timeout_s`` or ``silence_timeout_s``.
+        timeout_s: its value.
+    """
+
+    setting: str
     timeout_s: float
 
 
@@ -80,14 +87,14 @@ class EngineProcess:
         python: str = sys.executable,
         program: Path = _IN_ENGINE / "serve_engine.py",
     ) -> None:
-        self._silence_timeout_s = silence_timeout_s
+        self._limits = {"start_timeout_s": start_timeout_s, "silence_timeout_s": silence_timeout_s}
         self._method = "start"
         self._connection, theirs = multiprocessing.Pipe()
         self._log, self._reported = tempfile.TemporaryFile(), 0  # noqa: SIM115  # closed with the process
         variables = {**interpreter_variables(python), **environment}
         try:
             self._process = subprocess.Popen(
-                [python, str(program), str(theirs.fileno()), str(program.parent), str(_HASHING)],
+                [python, str(program), str(theirs.fileno()), str(program.parent), str(_OF_WEIGHTS)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
@@ -100,7 +107,7 @@ class EngineProcess:
         theirs.close()
         self._end = weakref.finalize(self, _end, self._process, self._connection, self._log)
         self.send("start", **arguments)
-        self.facts: dict[str, Any] = self.result(start_timeout_s)
+        self.result()
 
     @property
     def pid(self) -> int:
@@ -124,20 +131,29 @@ class EngineProcess:
         except OSError:
             raise self._died() from None
 
-    def result(self, silence_timeout_s: float | None = None) -> Any:
+    def check(self, *, was_silent: bool) -> None:
+        """Check that the engine answers. Raise the errors of ``result``.
+
+        Args:
+            was_silent: whether requests have waited for it for ``silence_timeout_s`` already: then not as long again.
+        """
+        self.send("check")
+        self.result(_ANSWER_S if was_silent else None)
+
+    def result(self, wait_s: float | None = None) -> Any:
         """Wait for the result of a call that was sent.
 
         Args:
-            silence_timeout_s: seconds without a sign of progress after which the call fails; None: the usual.
+            wait_s: seconds without a sign of progress after which the call fails; None: the limit of the call.
 
         Raises:
             EngineDied: the process has ended.
             EngineHung: it did not report progress in time; it is ended.
             EngineError: the method raised an exception.
         """
-        limit = self._silence_timeout_s if silence_timeout_s is None else silence_timeout_s
+        setting = "start_timeout_s" if self._method == "start" else "silence_timeout_s"
         while True:
-            kind, *values = self._received(limit)
+            kind, *values = self._received(setting, wait_s)
             if kind == "result":
                 self._reported = self._size()
                 return values[0]
@@ -153,15 +169,15 @@ class EngineProcess:
         """End the process."""
         self._end()
 
-    def _received(self, limit: float) -> tuple[Any, ...]:
+    def _received(self, setting: str, wait_s: float | None) -> tuple[Any, ...]:
         """The next message; the death of the process counts only if it has sent none."""
         exited = os.pidfd_open(self.pid)
         try:
-            ready = wait([self._connection, exited], timeout=limit)
+            ready = wait([self._connection, exited], self._limits[setting] if wait_s is None else wait_s)
         finally:
             os.close(exited)
         if not ready:
-            raise self._hung(limit)
+            raise self._hung(setting)
         if self._connection in ready or self._connection.poll():
             with contextlib.suppress(EOFError, OSError):
                 message: tuple[Any, ...] = self._connection.recv()
@@ -182,15 +198,16 @@ class EngineProcess:
             log_tail=log,
         )
 
-    def _hung(self, limit: float) -> EngineHung:
-        log = self._log_tail()
+    def _hung(self, setting: str) -> EngineHung:
+        log, limit = self._log_tail(), self._limits[setting]
         self._process.kill()
         self.close()
         return EngineHung(
             f"vLLM's engine (pid {self.pid}) reported no progress in {self._method} for {limit:g} s, and was ended: "
-            "set rollout.vllm.silence_timeout_s, or start_timeout_s, if it needs longer",
+            f"set rollout.vllm.{setting} if it needs longer",
             method=self._method,
             pid=self.pid,
+            setting=setting,
             timeout_s=limit,
             log_tail=log,
         )

@@ -11,22 +11,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig
-from workers.weights.hf.config import hf_config_of
 
 logger = logging.getLogger(__name__)
-
-CUDA_CONTEXT_BYTES = 1 << 29
-"""Memory of a GPU that a process takes before its first tensor; a guess."""
 
 LARGEST_SHARE = 0.92
 """The most of a GPU that an engine gets: vLLM's own default."""
 
 _GB = 2**30
-_BLOCK_TOKENS = 128
 _MOMENTS = {"adam": ("exp_avg_dtype", "exp_avg_sq_dtype"), "sgd": ("exp_avg_dtype",)}
 """Optimizer -> the fields of Megatron's OptimizerConfig with the types of its moments."""
 
@@ -37,25 +30,12 @@ class GpuMemory(NamedTuple):
     Attributes:
         free: what the driver reports.
         total: of the GPU.
-        due: what this process and others will allocate later, and keep while the engine generates.
+        due: what this process will allocate later, and keep while the engine generates.
     """
 
     free: int
     total: int
     due: int
-
-
-def measured_memory(config: ActorConfig, due: int) -> GpuMemory:
-    """Return the memory of this process's GPU, after torch's cache has been emptied.
-
-    Args:
-        config: of the actor and its rollout.
-        due: bytes that this process will allocate later, and keep while the engine generates.
-    """
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    of_others = max(0, total - free - torch.cuda.memory_reserved() - CUDA_CONTEXT_BYTES)
-    return GpuMemory(free, total, due + max(0, config.rollout.vllm.reserved_bytes - of_others))
 
 
 def bytes_of_first_step(optimizer: Any) -> int:
@@ -94,46 +74,21 @@ def utilization(config: ActorConfig, gpus: Sequence[GpuMemory]) -> float:
         gpus: the GPUs of the engine, one for each of its ranks.
 
     Raises:
-        ConfigError: the weights of the engine and one sequence do not fit beside the policy.
+        ConfigError: there is no room beside the policy, or less than the cache that was chosen. Whether weights and a
+            sequence fit into it, vLLM checks.
     """
     tp = config.rollout.vllm.tp
     room = [gpu.free - gpu.due - margin(gpu.total, tp) for gpu in gpus]
-    weights = _weights(config)
-    needed = weights + (config.rollout.vllm.kv_cache_bytes or _sequence_bytes(config))
-    if min(room) < needed:
+    if min(room) <= config.rollout.vllm.kv_cache_bytes:
         gpu, left = min(zip(gpus, room, strict=True), key=lambda pair: pair[1])
         raise ConfigError(
-            f"an engine of vLLM needs {needed / _GB:.2f} GB on each of its {tp} GPUs ({weights / _GB:.2f} of weights, "
-            f"the rest for keys and values), and beside the policy there is room for {max(0, left) / _GB:.2f}: of "
-            f"{gpu.total / _GB:.2f} GB are {gpu.free / _GB:.2f} free, roles will take another {gpu.due / _GB:.2f}, "
-            f"and {margin(gpu.total, tp) / _GB:.2f} stay free. Raise rollout.vllm.tp, divide the policy over more GPUs "
-            "(parallel, optim.distributed_optimizer), or set rollout.vllm.options.gpu_memory_utilization",
+            f"beside the policy there are {max(0, left) / _GB:.2f} GB for an engine of vLLM on one of its {tp} GPUs: "
+            f"of {gpu.total / _GB:.2f} GB are {gpu.free / _GB:.2f} free, the policy will take another "
+            f"{gpu.due / _GB:.2f}, and {margin(gpu.total, tp) / _GB:.2f} stay free. Raise rollout.vllm.tp, divide the "
+            "policy over more GPUs (parallel, optim.distributed_optimizer), or set "
+            "rollout.vllm.options.gpu_memory_utilization",
             key="rollout.vllm.tp",
             value=tp,
         )
     share = min(left / gpu.total for gpu, left in zip(gpus, room, strict=True))
     return math.floor(1e4 * min(share, LARGEST_SHARE)) / 1e4
-
-
-def _sequence_bytes(config: ActorConfig) -> int:
-    """Return the bytes of the keys and values of the longest sequence, on each rank of an engine."""
-    model, rollout = config.model, config.rollout
-    head_width = model.kv_channels or model.hidden_size // model.num_attention_heads
-    groups = max(1, (model.num_query_groups or model.num_attention_heads) // rollout.vllm.tp)
-    blocks = math.ceil((rollout.prompt_length + rollout.response_length) / _BLOCK_TOKENS)
-    item = getattr(torch, model.dtype).itemsize
-    return 2 * model.num_layers * groups * head_width * item * blocks * _BLOCK_TOKENS
-
-
-def _weights(config: ActorConfig) -> int:
-    """Bytes of the weights on each rank of an engine; 0 for an architecture that transformers does not have."""
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM  # an optional package
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config_of(config.model)))
-    except Exception as error:  # whatever the code of an architecture raises
-        logger.warning("whether vLLM's engine fits its GPUs is not known before it starts: %s", error)
-        return 0
-    size = getattr(torch, config.model.dtype).itemsize
-    return size * sum(weight.numel() for weight in model.parameters()) // config.rollout.vllm.tp

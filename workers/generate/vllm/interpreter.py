@@ -17,7 +17,7 @@ from workers.config import ActorConfig
 
 _TIMEOUT_S = 300.0
 _FIND_VLLM = "from importlib import util; print(util.find_spec('vllm') is not None)"
-_LIST_ARCHITECTURES = "from vllm import ModelRegistry; print(*ModelRegistry.get_supported_archs())"
+_IS_FOR_CPUS = "from vllm.platforms import current_platform; print(current_platform.is_cpu())"
 
 
 def interpreter_of(config: ActorConfig) -> str:
@@ -48,13 +48,13 @@ def has_vllm(python: str) -> bool:
 
 
 @functools.cache
-def architectures_of_vllm(python: str) -> frozenset[str]:
-    """Return the names of the models that the vLLM of an interpreter has.
+def is_for_cpus(python: str) -> bool:
+    """Return whether the vLLM of an interpreter is its CPU build.
 
     Raises:
         ConfigError: vLLM cannot be imported; ``output`` is what the interpreter printed.
     """
-    return frozenset(_printed(python, _LIST_ARCHITECTURES))
+    return _printed(python, _IS_FOR_CPUS)[-1] == "True"
 
 
 def _printed(python: str, code: str) -> list[str]:

@@ -23,7 +23,7 @@ from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
 from workers.generate.batch_requests import generate_by_requests
 from workers.generate.engine_protocol import EngineLost
-from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts, Rollout
+from workers.generate.rollout_protocol import Generated, Prompts, Rollout
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.engine_process import EngineError, EngineProcess
@@ -33,9 +33,9 @@ from workers.gpu_ids import node_address
 from workers.lora.peft_files import write_adapter
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.moves import TensorInBucket
+from workers.weights.whole_tensors import PolicyWeights
 
 _SHARED = "/dev/shm"
-_CHECK_S = 10.0
 
 
 class VllmRollout(Rollout):
@@ -111,7 +111,7 @@ class VllmRollout(Rollout):
         code = "b" if (model.num_moe_experts or 0) <= 128 else "h"
         experts = {"expert_layers": model.expert_layers, "expert_code": code}
         port = self.engine.call("listen", host=host, token=self._token, **experts)
-        return VllmAddress(host, port, self._token, self._config.rollout, model.vocab_size)
+        return VllmAddress(host, port, self._token, self._config.rollout)
 
     def fingerprints(self) -> Sequence[Fingerprint]:
         """Return the fingerprints of the tensors that have arrived in each process of this rank's engine."""
@@ -133,9 +133,10 @@ class VllmRollout(Rollout):
         shares = [(first + row) * len(addresses) // sum(rows) for row in range(len(samples.ids))]
         try:
             return raise_on_every_rank(lambda: self._responses(addresses, shares, samples, sampling))
-        except EngineLost:
-            raise_on_every_rank(self._check_engine)  # the rank that has started it reports why
-            raise
+        except EngineLost as lost:
+            engine, was_silent = self.engine, lost.was_silent
+            raise_on_every_rank(lambda: None if engine is None else engine.check(was_silent=was_silent))
+            raise  # unless the rank that has started the engine has reported why
 
     def _responses(
         self, addresses: Sequence[VllmAddress], shares: Sequence[int], samples: Prompts, sampling: Sampling
@@ -155,11 +156,6 @@ class VllmRollout(Rollout):
         finally:
             if self._on_gpus:
                 wait_for_every_rank("vllm/generate")
-
-    def _check_engine(self) -> None:
-        if self.engine is not None:
-            self.engine.send("check")
-            self.engine.result(_CHECK_S)
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
         """Put all weights together in shared memory for the engines (a collective).

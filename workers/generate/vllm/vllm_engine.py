@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcontroller.errors import ConfigError
 from workers.config import RolloutConfig
 from workers.generate.engine_protocol import EngineLost, RequestFailed, Sampled
 from workers.generate.sampling import Sampling
@@ -30,14 +29,12 @@ class VllmAddress:
         host, port: of its socket.
         token: that a program has to send first.
         config: the default settings of sampling.
-        vocab_size: of the policy.
     """
 
     host: str
     port: int
     token: str
     config: RolloutConfig
-    vocab_size: int
 
     def connect(self) -> VllmEngine:
         """Return the engine; its first request opens the connection."""
@@ -60,16 +57,12 @@ class VllmEngine:
         self._writer: asyncio.StreamWriter | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
-        self._lost = ""
+        self._lost, self._was_silent = "", False
 
     async def generate(
         self, prompt: array[int], sampling: Mapping[str, Any], on_part: Callable[[Sampled], None] | None = None
     ) -> Sampled:
-        """Generate a response; see ``Engine.generate``.
-
-        Raises:
-            ConfigError: the engine has another model.
-        """
+        """Generate a response; see ``Engine.generate``."""
         writer = self._writer or await self._connected()
         if self._lost:
             raise self._loss()
@@ -106,18 +99,10 @@ class VllmEngine:
                     connection = asyncio.open_connection(self._address.host, self._address.port)
                     reader, writer = await asyncio.wait_for(connection, _CONNECT_S)
                     writer.write(packed({"token": self._address.token}))
-                    facts, _ = await asyncio.wait_for(read_message(reader), _CONNECT_S)
+                    await asyncio.wait_for(read_message(reader), _CONNECT_S)
                 except (TimeoutError, OSError, EOFError) as error:
                     self._lose(f"it takes no connection: {type(error).__name__}: {error}")
                     raise self._loss() from error
-                if facts["vocab_size"] != self._address.vocab_size:
-                    writer.close()
-                    raise ConfigError(
-                        f"engine {self.name} has another model, of {facts['vocab_size']} tokens; the policy has "
-                        f"{self._address.vocab_size}: send requests to the engines of this policy's group",
-                        key="model.vocab_size",
-                        value=facts["vocab_size"],
-                    )
                 self._writer, self._receiver = writer, asyncio.ensure_future(self._receive(reader))
             return self._writer
 
@@ -154,6 +139,7 @@ class VllmEngine:
         if not self._waiting:
             self._heard = loop.time()
         if loop.time() - self._heard > silence:
+            self._was_silent = True
             self._lose(f"it was silent for {silence:g} s: see rollout.vllm.silence_timeout_s")
         elif not self._lost:
             loop.call_later(silence / 10, self._watch, loop)
@@ -169,7 +155,8 @@ class VllmEngine:
                 future.set_exception(self._loss())
 
     def _loss(self) -> EngineLost:
-        return EngineLost(f"engine {self.name} was lost: {self._lost}", engine=self.name)
+        text = f"engine {self.name} was lost: {self._lost}"
+        return EngineLost(text, engine=self.name, was_silent=self._was_silent)
 
     def _parameters_of(self, sampling: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
         """Return the arguments of ``vllm.SamplingParams``, and the temperature that logits are divided by."""

@@ -10,7 +10,6 @@ import functools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -201,21 +200,6 @@ def _read_index(directory: Path) -> dict[str, str]:
     raise DataError(f"{_INDEX} in {str(directory)!r} is damaged: {reason}", path=str(directory))
 
 
-@dataclass(frozen=True)
-class WrittenFile:
-    """One file that a rank wrote.
-
-    Attributes:
-        name: of the file.
-        tensors: the names of the tensors in it.
-        num_bytes: of all of them.
-    """
-
-    name: str
-    tensors: tuple[str, ...]
-    num_bytes: int
-
-
 class WeightWriter:
     """Collect one rank's tensors, and write a file for every ``max_bytes`` of them.
 
@@ -228,18 +212,16 @@ class WeightWriter:
     def __init__(self, target: Path, rank: int, max_bytes: int) -> None:
         self._directory, self._rank, self._max_bytes = partial_path(target), rank, max_bytes
         self._pending: dict[str, torch.Tensor] = {}
-        self._num_bytes = 0
-        self._written: list[WrittenFile] = []
+        self._written: dict[str, dict[str, int]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a copy of a tensor; it may stay in host memory until ``close``."""
-        if self._pending and self._num_bytes + tensor.nbytes > self._max_bytes:
+        if self._pending and sum(held.nbytes for held in self._pending.values()) + tensor.nbytes > self._max_bytes:
             self._flush()
         self._pending[name] = tensor.detach().cpu().contiguous().clone()
-        self._num_bytes += tensor.nbytes
 
-    def close(self) -> list[WrittenFile]:
-        """Write the remaining tensors and return all files of this rank."""
+    def close(self) -> dict[str, dict[str, int]]:
+        """Write the remaining tensors, and return the bytes of each tensor of this rank, by file and name."""
         if self._pending:
             self._flush()
         return self._written
@@ -247,8 +229,8 @@ class WeightWriter:
     def _flush(self) -> None:
         name = f"rank-{self._rank:05}-{len(self._written):05}.safetensors"
         save_tensors(self._pending, self._directory / name)
-        self._written.append(WrittenFile(name, tuple(self._pending), self._num_bytes))
-        self._pending, self._num_bytes = {}, 0
+        self._written[name] = {tensor: values.nbytes for tensor, values in self._pending.items()}
+        self._pending = {}
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: str) -> None:
@@ -284,7 +266,7 @@ def start_export(target: Path) -> None:
 def finish_export(
     target: Path,
     config: dict[str, object],
-    files: Sequence[WrittenFile],
+    files: Mapping[str, Mapping[str, int]],
     companions: Path | None,
     tokenizer: Path | None = None,
 ) -> None:
@@ -293,18 +275,18 @@ def finish_export(
     Args:
         target: the directory of the export, as passed to ``start_export``.
         config: content of ``config.json``.
-        files: the files of all ranks, in the order in which they are numbered.
+        files: the files of all ranks, in the order in which they are numbered, as ``WeightWriter.close`` returns them.
         companions: a directory whose files are copied, such as its tokenizer, code and generation configuration, except
             its weights and what describes them; or None.
         tokenizer: a directory with the files of another tokenizer, which are copied instead; None for that one.
     """
     partial = partial_path(target)
     weight_map: dict[str, str] = {}
-    for file, name in zip(files, _names(len(files)), strict=True):
-        (partial / file.name).rename(partial / name)
-        weight_map |= dict.fromkeys(file.tensors, name)
+    for (file, tensors), name in zip(files.items(), _names(len(files)), strict=True):
+        (partial / file).rename(partial / name)
+        weight_map |= dict.fromkeys(tensors, name)
     if len(files) > 1:
-        total = sum(file.num_bytes for file in files)
+        total = sum(nbytes for tensors in files.values() for nbytes in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (partial / _INDEX).write_text(json.dumps(index, indent=2))
     (partial / "config.json").write_text(json.dumps(config, indent=2))

@@ -179,11 +179,11 @@ def export_hf(
     writer = WeightWriter(target, rank, max_file_bytes)
     for name, tensor in tensors_in(partial(whole.buckets, receivers="first"), torch.device("cpu")):
         writer.add(name, tensor)
-    written = [file for files in all_gather_values(writer.close()) for file in files]
+    written = {file: tensors for files in all_gather_values(writer.close()) for file, tensors in files.items()}
     if rank == 0:
         companions = None if companions_from is None else Path(companions_from)
         finish_export(target, config, written, companions, None if tokenizer is None else Path(tokenizer))
-        logger.info("%d tensors in %d files at %s", sum(len(file.tensors) for file in written), len(written), target)
+        logger.info("%d tensors in %d files at %s", sum(map(len, written.values())), len(written), target)
     dist.barrier()
     if model.verify_load != "off":
         with context.activate():

@@ -28,7 +28,7 @@ from workers.gpu_ids import gpu_id, visible_gpus
 from workers.weights.moves import Move, TensorInBucket
 from workers.weights.shards import SliceReader, WeightShard
 from workers.weights.transfer.plan import PeerSlices, RankSchedule, RankWeights
-from workers.weights.whole_tensors import BucketMemory, Receivers, exchanged, filled_bucket
+from workers.weights.whole_tensors import BucketMemory, PolicyWeights, Receivers, exchanged, filled_bucket
 
 IN_FLIGHT = 2
 """Buckets that a rank keeps: one travels while the other is filled or read."""
@@ -91,8 +91,8 @@ class TransferOutcome(NamedTuple):
     peer: int | None = None
 
 
-class TransferEndpoint:
-    """One rank's side of a transfer.
+class TransferEndpoint(PolicyWeights):
+    """One rank's side of a transfer; for an engine, the weights that arrive.
 
     Args:
         schedule: the rank's part of the schedule.
@@ -107,7 +107,7 @@ class TransferEndpoint:
     def __init__(
         self, schedule: RankSchedule, shards: Sequence[WeightShard], device: torch.device, address: str
     ) -> None:
-        self._schedule, self._shards, self._device = schedule, shards, device
+        self._schedule, self._shards, self.device = schedule, shards, device
         self._reader = SliceReader(shards)
         self._deadline = Deadline(schedule.timeout)
         self._end = TRANSPORTS.get_or_raise(schedule.transport)(schedule, device, address)
@@ -126,13 +126,9 @@ class TransferEndpoint:
         return self._run(self._send, timeout)._replace(version=version)
 
     @torch.no_grad()
-    def receive(self, timeout: float) -> TransferOutcome:
-        """Replace the weights by the received ones."""
-        return self._run(self._receive, timeout)
-
-    def receive_whole(self, timeout: float, update: Callable[[], object]) -> TransferOutcome:
-        """Run ``update``, which reads ``buckets`` on this rank."""
-        return self._run(update, timeout)
+    def receive(self, timeout: float, update: Callable[[], object] | None = None) -> TransferOutcome:
+        """Replace the weights by the received ones; those of an engine by ``update``, which reads ``buckets``."""
+        return self._run(update or self._receive, timeout)
 
     @torch.no_grad()
     def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
@@ -140,7 +136,7 @@ class TransferEndpoint:
         for index, bucket in enumerate(self._schedule.buckets):
             slots = sorted({move.target_slot for slices in bucket for move in slices.moves})
             tensors = {slot: self._schedule.whole[slot] for slot in slots}
-            yield filled_bucket(tensors, self._arriving(index), memory, self._device)
+            yield filled_bucket(tensors, self._arriving(index), memory, self.device)
         self._end.flush(self._deadline)
 
     def close(self) -> None:
@@ -194,7 +190,7 @@ class TransferEndpoint:
                 tensor = weights.narrow(move.dim, move.target_start, move.length)
                 tensor.copy_(values.view(tensor.shape))
         self._end.flush(self._deadline)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
     def _arriving(self, index: int) -> Iterator[tuple[Move, Tensor]]:

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 import workers.generate.vllm.in_engine as in_engine
-import workers.weights.hashing as hashing
+import workers.weights.in_engine as weights_in_engine
 from tests.workers.generate.vllm.signatures import check_arguments
 from workers.generate.vllm import checks, start
 from workers.generate.vllm.engine_process import EngineError, EngineHung
@@ -87,8 +87,6 @@ class StandInLLM:
         others = (dict[str, torch.Tensor]() for _ in range(arguments.get("nnodes", 1) - 1))
         self.weights_by_node = [self.weights, *others]
         self.config = json.loads((Path(arguments["model"]) / "config.json").read_text())
-        size = int(self.config["vocab_size"])
-        self.vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(get_vocab_size=lambda: size))
         self.errored, self.in_flight = False, dict[str, bool]()  # True: aborted
         self.tokens_made, self.is_hanging = 0, False
         self.output_processor = types.SimpleNamespace(request_states={})
@@ -259,9 +257,7 @@ class StandInLLM:
 class _AsyncEngineArgs(dict[str, Any]):
     def create_engine_config(self, usage_context: str, headless: bool) -> types.SimpleNamespace:
         assert headless and 0 < self["node_rank"] < self["nnodes"]
-        config = json.loads((Path(self["model"]) / "config.json").read_text())
-        model = types.SimpleNamespace(get_vocab_size=lambda: int(config["vocab_size"]))
-        return types.SimpleNamespace(model_config=model, arguments=dict(self))
+        return types.SimpleNamespace(arguments=dict(self))
 
 
 class StandInExecutor:
@@ -367,18 +363,20 @@ class EngineInProcess:
 
         self.served = self._in_engine("start", created())
         self.llm: StandInLLM = getattr(self.served, "_llm", None)  # type: ignore[assignment]
-        self.facts = self.call("start")
 
     def call(self, method: str, **arguments: Any) -> Any:
         self.send(method, **arguments)
         return self.result()
 
+    def check(self, *, was_silent: bool) -> None:
+        if self.llm.is_hanging:
+            assert was_silent
+            raise EngineHung("no progress", method="check", pid=self.pid, setting="silence_timeout_s", timeout_s=0.0)
+
     def send(self, method: str, **arguments: Any) -> None:
-        if method == "check" and self.llm.is_hanging:
-            raise EngineHung("vLLM's engine reported no progress", method=method, pid=self.pid, timeout_s=0.0)
         self._answer = self._in_engine(method, getattr(self.served, method)(**arguments))
 
-    def result(self, silence_timeout_s: float | None = None) -> Any:
+    def result(self) -> Any:
         return self._answer
 
     def close(self) -> None: ...
@@ -400,20 +398,19 @@ class EngineInProcess:
 @contextmanager
 def standing_in(gpu: Callable[[], Gpu] | None = None) -> Iterator[type[StandInLLM]]:
     """Let engines be stand-ins in this process, on GPUs that ``gpu`` makes, or on a CPU."""
-    folders = [*in_engine.__path__, *hashing.__path__]
-    finder, process, installed = _Finder(), start.EngineProcess, checks.has_vllm
+    folders = [*in_engine.__path__, *weights_in_engine.__path__]
+    finder, process, asked = _Finder(), start.EngineProcess, (checks.has_vllm, checks.is_for_cpus)
     known = set(sys.modules)
     sys.meta_path.insert(0, finder)
     sys.path[:0] = folders
     start.EngineProcess = EngineInProcess  # type: ignore[misc,assignment]
-    checks.has_vllm = lambda python: True
+    checks.has_vllm, checks.is_for_cpus = lambda python: True, lambda python: False
     StandInLLM.gpu, StandInLLM.started, StandInExecutor.started = gpu, [], []
     try:
-        variables = {"ENGINE_PID": ""}  # which an engine sets
-        with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", variables, XDG_CACHE_HOME=caches):
+        with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", XDG_CACHE_HOME=caches):
             yield StandInLLM
     finally:
-        start.EngineProcess, checks.has_vllm = process, installed  # type: ignore[misc]
+        start.EngineProcess, (checks.has_vllm, checks.is_for_cpus) = process, asked  # type: ignore[misc]
         StandInLLM.gpu = None
         sys.meta_path.remove(finder)
         sys.path[:] = [path for path in sys.path if path not in folders]

@@ -55,9 +55,10 @@ def test_an_engine_leaves_a_margin_for_what_vllm_does_not_count(total: int, tp: 
 def test_an_engine_that_does_not_fit_is_rejected() -> None:
     gpus = [GpuMemory(7 * GB, 80 * GB, 3 * GB // 2)]
     assert utilization(config(kv_cache_bytes=GB), gpus) == pytest.approx(2 / 80, abs=1e-4)
-    with pytest.raises(ConfigError) as caught:
-        utilization(config(kv_cache_bytes=2 * GB), gpus)
-    assert (caught.value.key, caught.value.value) == ("rollout.vllm.tp", 1)
+    for settings, free in ((config(kv_cache_bytes=3 * GB), 7), (config(), 4)):
+        with pytest.raises(ConfigError) as caught:
+            utilization(settings, [gpus[0]._replace(free=free * GB)])
+        assert (caught.value.key, caught.value.value) == ("rollout.vllm.tp", 1)
 
 
 def test_the_cache_is_what_the_share_has_left_unless_its_size_is_set() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -36,15 +38,15 @@ def module(name, **members):
 class AsyncLLM:
     def __init__(self, arguments):
         file, _, name = arguments["worker_extension_cls"].rpartition(".")
-        self.extension = getattr(importlib.import_module(file), name)
-        self.vllm_config = SimpleNamespace(model_config=self)
+        extension = getattr(importlib.import_module(file), name)
+        packages = {name.partition(".")[0] for name in sys.modules}
+        here = [os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHOME", "CUDA_DEVICE_MAX_CONNECTIONS")]
+        project = sorted(packages & {"mcontroller", "parallel_state", "workers"})
+        with open(arguments["model"], "w") as file:
+            json.dump([extension.__name__, project, here, sys.path], file)
     @classmethod
     def from_engine_args(cls, arguments, usage_context):
         return cls(arguments)
-    def get_vocab_size(self):
-        packages = {name.partition(".")[0] for name in sys.modules}
-        here = [os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHOME", "CUDA_DEVICE_MAX_CONNECTIONS")]
-        return self.extension.__name__, sorted(packages & {"mcontroller", "parallel_state", "workers"}), here, sys.path
     def shutdown(self):
         pass
 
@@ -83,9 +85,9 @@ def test_what_runs_in_the_engine_imports_nothing_of_this_project(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     python = interpreter({"vllm": VLLM})
-    engine = EngineProcess({}, engine_environment([]), start_timeout_s=60, silence_timeout_s=60, python=python)
-    extension, imported, variables, path = engine.facts["vocab_size"]
-    engine.close()
+    file, limits = tmp_path / "facts.json", {"start_timeout_s": 60.0, "silence_timeout_s": 60.0}
+    EngineProcess({"model": str(file)}, engine_environment([]), **limits, python=python).close()
+    extension, imported, variables, path = json.loads(file.read_text())
     assert (extension, imported) == ("PolicyReceiver", [])
     assert variables == [str(tmp_path / "site"), None, None]
     assert "/of/the/worker" not in path
@@ -97,6 +99,23 @@ def test_the_chosen_interpreter_is_asked_for_vllm_where_it_is(interpreter: Inter
     with pytest.raises(ConfigError) as caught:
         check_vllm(config(rollout={"vllm": {"python": python, "tp": 3}}))
     assert caught.value.key == "rollout.vllm.tp"
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_experts_of_tokens_are_not_asked_of_vllm_s_cpu_build(interpreter: Interpreter, is_cpu: bool) -> None:
+    build = f"""
+import sys, types
+sys.modules["vllm.platforms"] = types.ModuleType("vllm.platforms")
+sys.modules["vllm.platforms"].current_platform = types.SimpleNamespace(is_cpu=lambda: {is_cpu})
+__path__ = []
+"""
+    mixture = {"num_moe_experts": 4, "qk_layernorm": True, "transformer": {"moe_router_load_balancing_type": "none"}}
+    vllm = {"python": interpreter({"vllm": build})}
+    settings = config(model=mixture, router_replay="rollout", rollout={"vllm": vllm})
+    with pytest.raises(ConfigError) if is_cpu else nullcontext() as caught:
+        check_vllm(settings)
+    if caught is not None:
+        assert (caught.value.key, caught.value.value) == ("router_replay", "rollout")
 
 
 def test_an_interpreter_without_vllm_is_rejected_before_a_process_starts(interpreter: Interpreter) -> None:
@@ -124,10 +143,3 @@ def test_the_controller_may_lack_the_interpreter_and_the_node_of_an_engine_may_n
 def test_a_planned_run_asks_no_interpreter_of_this_machine(interpreter: Interpreter) -> None:
     with planning():
         check_vllm(config(rollout={"vllm": {"python": interpreter({})}}))
-
-
-def test_the_chosen_vllm_is_asked_for_other_families(interpreter: Interpreter) -> None:
-    python = interpreter({"vllm": "class ModelRegistry:\n    get_supported_archs = staticmethod(lambda: ['A', 'B'])"})
-    with pytest.raises(ConfigError) as caught:
-        check_vllm(config(model={"family": "mistral"}, rollout={"vllm": {"python": python}}))
-    assert (caught.value.key, caught.value.value) == ("model.family", "mistral")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -58,13 +56,3 @@ def test_vllm_loads_and_repacks_weights_under_its_own_config(module: Any, monkey
     model.load_weights = load_none
     with pytest.raises(RuntimeError, match=r"weight of \[3\]"):
         receiver.receive_policy_bucket([buckets.path], [place])
-
-
-def test_a_process_of_an_engine_that_ended_before_it_started_ends_too(
-    module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = list[tuple[int, int]]()
-    monkeypatch.setattr(module.os, "kill", lambda *process_and_signal: ended.append(process_and_signal))
-    monkeypatch.setattr(module, "_END_S", 0.0)
-    module._end_with_engine(1 << 22, os.getppid())  # Linux has no process of this number
-    assert ended == [(os.getppid(), signal.SIGKILL), (os.getpid(), signal.SIGKILL)]

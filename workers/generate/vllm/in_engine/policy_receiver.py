@@ -6,25 +6,18 @@ copies the result into its own tensors, as ``reload_weights`` does.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import select
-import signal
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from bit_sums import IndexKeys, sum_of_bits  # workers/weights/hashing, on the path of the engine's processes
+from bit_sums import IndexKeys, sum_of_bits  # workers/weights/in_engine, on the path of the engine's processes
 from registered_memory import register_memory, unregister_memory
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
-
-_END_S = 5.0
 
 
 class PolicyReceiver:
@@ -161,21 +154,3 @@ def _repack(model: torch.nn.Module) -> None:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None and hasattr(module, "w13_weight"):
             kernel.fused_experts.process_weights_after_loading(module)
-
-
-def _end_with_engine(engine: int, parent: int) -> None:
-    """End this process, and vLLM's engine core if that is another one, when the process of ``serve_engine`` has ended.
-
-    They would run on if it was killed.
-    """
-    with contextlib.suppress(ProcessLookupError):  # it ended while vLLM started this process
-        select.select([os.pidfd_open(engine)], [], [])
-    if parent not in (engine, 1) and os.getppid() == parent:
-        os.kill(parent, signal.SIGKILL)
-    time.sleep(_END_S)  # vLLM ends it and unlinks its shared memory, as its connection to the engine core has ended
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-if os.environ.get("ENGINE_PID"):
-    processes = int(os.environ["ENGINE_PID"]), os.getppid()
-    threading.Thread(target=_end_with_engine, args=processes, daemon=True).start()

@@ -16,8 +16,11 @@ import ctypes
 import hmac
 import itertools
 import os
+import select
 import signal
 import sys
+import threading
+import time
 import traceback
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -26,6 +29,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
+_PARENT = "ENGINE_PARENT_PID"  # of the processes that this one starts
+_END_S = 5.0
 _PROGRESS_S = 1.0
 _TAGS = ("weights", "kv_cache")  # of vLLM's memory
 _DRAIN_ROUNDS = 100  # of the event loop, after which outputs that vLLM has sent are with their requests
@@ -40,16 +45,15 @@ async def serve_engine() -> None:
             method, arguments = await loop.run_in_executor(None, connection.recv)
         except (EOFError, ConnectionResetError):
             break
-        reports = None
+        reports, result = None, None
         try:
             if engine is None:
                 engine = RemotePart(arguments) if arguments.get("node_rank") else Engine(arguments)
-            if isinstance(engine, Engine):
-                reports = loop.create_task(engine.report_progress(partial(connection.send, ("progress",))))
-            answer: tuple[Any, ...] = (
-                "result",
-                await getattr(engine, method)(**arguments if method != "start" else {}),
-            )
+            else:
+                if isinstance(engine, Engine):
+                    reports = loop.create_task(engine.report_progress(partial(connection.send, ("progress",))))
+                result = await getattr(engine, method)(**arguments)
+            answer: tuple[Any, ...] = ("result", result)
         except Exception as error:
             if engine is not None:
                 engine.end_if_dead()
@@ -104,10 +108,6 @@ class Engine:
         self._asleep: frozenset[str] = frozenset()
         self._temperatures = _Temperatures(self._llm)
         self._server: RequestServer | None = None
-
-    async def start(self) -> dict[str, Any]:
-        """Return facts about the engine that has started."""
-        return {"vocab_size": self._llm.vllm_config.model_config.get_vocab_size()}
 
     async def generate(
         self,
@@ -292,12 +292,8 @@ class RemotePart:
 
         engine_arguments = _engine_arguments(arguments)
         config = AsyncEngineArgs(**engine_arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
-        self._config, self._executor = config, MultiprocExecutor(config)
+        self._executor = MultiprocExecutor(config)
         self._executor.register_failure_callback(lambda: os._exit(1))  # the worker notices
-
-    async def start(self) -> dict[str, Any]:
-        """Return facts about the engine that has started."""
-        return {"vocab_size": self._config.model_config.get_vocab_size()}
 
     def end_if_dead(self) -> None:
         """Do nothing: the process has ended with vLLM's."""
@@ -314,8 +310,6 @@ def _versions(ends: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def _engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``vllm.AsyncEngineArgs``, whose processes end with this one: see ``policy_receiver``."""
-    os.environ["ENGINE_PID"] = str(os.getpid())
     return {"disable_log_stats": True, "worker_extension_cls": "policy_receiver.PolicyReceiver", **arguments}
 
 
@@ -351,7 +345,7 @@ class _Temperatures:
 class RequestServer:
     """Answers the requests of programs, each when its response has ended.
 
-    A program sends ``{"token": ...}`` first, and gets the facts of the engine. A request has ``id``, ``sampling``
+    A program sends ``{"token": ...}`` first, and gets ``{}``. A request has ``id``, ``sampling``
     (arguments of ``vllm.SamplingParams``) and ``temperature``, and the token ids of the prompt. Its answer has the
     ``id``, ``reason`` and ``versions``, and tokens and log-probabilities; or ``id`` and ``error``. If the request has
     ``parts``, answers without ``reason`` come before, and the last one is the rest. ``{"abort": id}`` ends a request.
@@ -378,8 +372,8 @@ class RequestServer:
             head, _ = await asyncio.wait_for(read_message(reader), 10.0)
             if not hmac.compare_digest(str(head.get("token")), self._token):
                 return
-            writer.write(packed(await self._engine.start()))
             report = partial(writer.write, packed({}))
+            report()
             tasks = {-1: asyncio.ensure_future(self._engine.report_progress(report))}
             while True:
                 head, arrays = await read_message(reader)
@@ -423,6 +417,19 @@ class RequestServer:
         writer.write(packed(answer, *arrays))
 
 
+def _end_with(parent: int) -> None:
+    """End this process of vLLM when the one that has started it has ended: it would run on if that was killed."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        select.select([os.pidfd_open(parent)], [], [])
+    os.kill(os.getpid(), signal.SIGTERM)  # vLLM unlinks its shared memory, unless it has just started or hangs
+    time.sleep(_END_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__mp_main__":  # processes that vLLM starts load this file first
+    threading.Thread(target=_end_with, args=(int(os.environ[_PARENT]),), daemon=True).start()
+if __name__ in ("__main__", "__mp_main__"):
+    os.environ[_PARENT] = str(os.getpid())
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the worker, however it ends
     # Not PYTHONPATH: the interpreter may be a script that sets it. Spawned processes start with this process's path.

@@ -1,27 +1,13 @@
 """The built-in model families, each one file. Importing the package registers them, the plainest first."""
+# ruff: noqa: F401
 
-from workers.weights.hf.families import (
-    deepseek_v3,
-    glm4_moe,
-    llama,
-    mistral,
-    mixtral,
-    nemotron_h,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    seed_oss,
-)
-
-__all__ = [
-    "deepseek_v3",
-    "glm4_moe",
-    "llama",
-    "mistral",
-    "mixtral",
-    "nemotron_h",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "seed_oss",
-]
+import workers.weights.hf.families.deepseek_v3
+import workers.weights.hf.families.glm4_moe
+import workers.weights.hf.families.llama
+import workers.weights.hf.families.mistral
+import workers.weights.hf.families.mixtral
+import workers.weights.hf.families.nemotron_h
+import workers.weights.hf.families.qwen2
+import workers.weights.hf.families.qwen3
+import workers.weights.hf.families.qwen3_moe
+import workers.weights.hf.families.seed_oss

@@ -77,20 +77,7 @@ class DeepseekV3(RoutedByBias):
         **RoutedByBias.defaults,
         "rope_interleave": True,
         "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "num_key_value_heads": 128,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
     }
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,10 +87,10 @@ class DeepseekV3(RoutedByBias):
         heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
         if groups != heads:
             raise not_built("num_key_value_heads", groups, heads)
+        latent: dict[str, Any] = {ours: size_of(source, theirs) for theirs, ours in _WIDTHS.items()}
         if source.get("head_dim") not in (None, source["qk_rope_head_dim"]):
             raise not_built("head_dim", source["head_dim"], source["qk_rope_head_dim"])
         _check_quantization(source.get("quantization_config"))
-        latent: dict[str, Any] = {ours: size_of(source, theirs) for theirs, ours in _WIDTHS.items()}
         latent |= {"multi_latent_attention": True, "q_lora_rank": optional_size_of(source, "q_lora_rank")}
         return fields | {
             "kv_channels": latent["qk_head_dim"] + latent["qk_pos_emb_head_dim"],

@@ -30,15 +30,6 @@ class Glm4Moe(RoutedByBias):
         "rms_norm_eps": 1e-5,
         "num_key_value_heads": 8,
         "use_qk_norm": False,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 1408,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
-        "norm_topk_prob": True,
     }
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,8 @@ class Llama(ModelFamily):
     """Llama 2, 3, 3.1 to 3.3, and models in the same format such as SmolLM2.
 
     Attributes:
-        defaults: what the family's configuration class in transformers supplies if ``config.json`` omits a key.
+        defaults: what the family's configuration class in transformers supplies if ``config.json`` omits a key that
+            published files omit too; without any other key that is read, a file is rejected.
         sizes: keys of ``config.json`` that are required, each a whole number, and the fields of ``ModelConfig``.
         fixed: fields of ``ModelConfig`` that the family's ``config.json`` has no key for, and their values.
         fixed_transformer: the same of ``ModelConfig.transformer``.

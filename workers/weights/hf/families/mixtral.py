@@ -34,13 +34,7 @@ class Mixtral(Mistral):
     # Megatron's losses of the router are set in model.transformer.
     inert: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef", "output_router_logits")
     only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Mistral.only_built, "router_jitter_noise": (0, None)}
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **Mistral.defaults,
-        "sliding_window": None,
-        "rms_norm_eps": 1e-5,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = {**Mistral.defaults, "sliding_window": None, "rms_norm_eps": 1e-5}
     rope_theta = 1e6
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,14 +64,7 @@ class NemotronH(Llama):
             "mlp.linear_fc2.weight": "mixer.down_proj.weight",
         }.items()
     }
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "tie_word_embeddings": False,
-        "layer_norm_epsilon": 1e-5,
-        "mamba_hidden_act": "silu",
-        "mlp_hidden_act": "relu2",
-        "conv_kernel": 4,
-        "use_conv_bias": True,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = {"tie_word_embeddings": False}
     only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "mamba_hidden_act": ("silu",),
         "mlp_hidden_act": ("relu2",),

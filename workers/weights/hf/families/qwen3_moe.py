@@ -25,13 +25,7 @@ class Qwen3Moe(Qwen3):
     }
     # Megatron's losses of the router are set in model.transformer.
     inert: ClassVar[tuple[str, ...]] = (*Qwen3.inert, "router_aux_loss_coef", "output_router_logits")
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **Llama.defaults,  # without the head width, which follows from the sizes
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = Llama.defaults  # without the head width, which follows from the sizes
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """As Qwen3's, with the experts."""
@@ -73,4 +67,4 @@ def _experts_of(source: Mapping[str, Any]) -> int:
     new, old = (optional_size_of(source, key) for key in ("num_local_experts", "num_experts"))
     if new is not None and old is not None and new != old:
         raise not_built("num_local_experts", new, old)
-    return new or old or 128
+    return new or old or size_of(source, "num_experts")

@@ -1,1 +1,0 @@
-"""Hash the elements of tensors; engines import its files too, so these import torch alone."""
