@@ -17,6 +17,7 @@ from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from trainer.columns import PROMPTS, STAGE_COLUMNS, TOKENS, columns
 from trainer.config import PPOConfig
+from trainer.reserved_memory import reserved_for_others
 from trainer.roles import GroupSpec, Role, reads_reference, role_workers
 from trainer.stages import Stages
 from workers.columns import MINI_BATCHES
@@ -53,7 +54,7 @@ class RunGroups:
         stages: Stages,
         starting: Callable[[str], None],
     ) -> None:
-        self.workers = role_workers(config, mapping)
+        self.workers = reserved_for_others(role_workers(config, mapping), pools, config.trainer.offload)
         check_engines_fit(self.workers, pools)
         self.by_name: dict[str, WorkerGroup] = {}
         self._pools, self._group_cls, self._stages, self._starting = pools, group_cls, stages, starting

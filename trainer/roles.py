@@ -149,8 +149,6 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
             role_class(mapping, Role.Actor).check_transfer(config.actor_rollout_ref, config.rollout)
         if pools is not None:
             _check_colocated(pools, Role.Actor, Role.Rollout)
-    if pools is not None and config.trainer.offload == "never":
-        _check_share_of_engine(config, mapping, pools, Role.Rollout if Role.Rollout in mapping else actors[0])
     _check_ahead(config, mapping)
     _check_reference_sync(config, mapping)
     algorithm = config.algorithm
@@ -365,30 +363,6 @@ def check_generates_alone(
             f"configuration of a run or the mapping in a program of your own; or set {STALENESS}=0",
             key=STALENESS,
             value=staleness,
-        )
-
-
-def _check_share_of_engine(
-    config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourcePoolManager, generating: Role
-) -> None:
-    """Raise ConfigError if nothing says how much of a GPU engines of vLLM get beside roles that stay there.
-
-    Args:
-        config: of a run with ``trainer.offload=never``.
-        mapping: its roles.
-        pools: the pools of the run.
-        generating: the role with the engines.
-    """
-    rollout, pool = (config.rollout or config.actor_rollout_ref).rollout, pools.mapping.get(generating)
-    others = [str(role) for role in mapping if role is not generating and pools.mapping.get(role) == pool]
-    given = "gpu_memory_utilization" in rollout.vllm.options or rollout.vllm.kv_cache_bytes
-    if rollout.engine == "vllm" and pools.use_gpu and others and not given:
-        raise ConfigError(
-            f"trainer.offload is 'never', and vLLM's engines share the GPUs of pool {pool!r} with {', '.join(others)}: "
-            "set rollout.vllm.options.gpu_memory_utilization to the share of a GPU that these leave free, or let roles "
-            "take turns with trainer.offload=auto",
-            key="rollout.vllm.options.gpu_memory_utilization",
-            value=None,
         )
 
 

@@ -42,12 +42,12 @@ class RankGpu(Gpu):
         self._memory.hold(value - self.used)
 
 
-def beside_others(options: dict[str, Any]) -> dict[str, Any]:
+def beside_others(options: dict[str, Any], **vllm: Any) -> dict[str, Any]:
     """An actor whose GPU another process uses too: generate, train, generate."""
     for each in memory.values():
         each.beside += OF_OTHERS
     with standing_in(RankGpu):
-        worker = actor({"tp": 2}, "actor_rollout", rollout={"engine": "vllm", "vllm": {"options": options}})
+        worker = actor({"tp": 2}, "actor_rollout", rollout={"engine": "vllm", "vllm": {"options": options, **vllm}})
         llm = worker.rollout.engine.llm
         figures = {"share": llm.arguments["gpu_memory_utilization"], "started": RankGpu().used}
         batch = own_shard(prompts(4, SAMPLED), worker)
@@ -71,6 +71,12 @@ def test_an_engine_fits_beside_others_and_sleeps_while_the_actor_trains() -> Non
         assert figures["events"] == ["sleep 2", *update] * 2
         most, left = figures["pinned"]
         assert most >= 64 << 20 and left > 0  # the buckets stay registered for the next update
+
+
+def test_an_engine_leaves_what_other_roles_will_take() -> None:
+    for figures in run_ranks(lambda: beside_others({}, reserved_bytes=OF_OTHERS + 10 * GB), 2):
+        assert figures["share"] == pytest.approx((40 - 10 - 5.9) / 140, abs=0.01)
+        assert figures["generating"] < OF_OTHERS + 26 * GB
 
 
 def first_step(distributed: bool) -> tuple[int, int]:

@@ -55,6 +55,11 @@ class VllmConfig:
 
     The rest is what is free beside the policy and the engine's weights when the engine starts.
     """
+    reserved_bytes: int = 0
+    """[bytes] Memory of each GPU that other processes will have while the engine generates. 0: what they have at first.
+
+    ``RayPPOTrainer`` sets it with ``trainer.offload=never``, if other roles have the same GPUs.
+    """
     seeds: bool = False
     """Draw every sample with a separate seed, so that a run can be repeated; vLLM then draws row by row."""
     bucket_bytes: int = 64 << 20
@@ -74,13 +79,13 @@ class VllmConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Other arguments of ``vllm.AsyncEngineArgs``, under vLLM's names, such as ``enable_prefix_caching``.
 
-    ``gpu_memory_utilization`` [fraction of a GPU] is the free share when the engine starts, unless it is set. With
-    ``trainer.offload=never``, set it if other roles have the same GPUs.
+    ``gpu_memory_utilization`` [fraction of a GPU] is the free share when the engine starts, unless it is set.
     """
 
     def __post_init__(self) -> None:
         check_at_least("rollout.vllm.tp", self.tp, 1)
         check_at_least("rollout.vllm.kv_cache_bytes", self.kv_cache_bytes, 0)
+        check_at_least("rollout.vllm.reserved_bytes", self.reserved_bytes, 0)
         check_at_least("rollout.vllm.bucket_bytes", self.bucket_bytes, 1)
         check_one_of("rollout.vllm.pause", self.pause, ("keep", "wait", "abort"))
         check_above("rollout.vllm.start_timeout_s", self.start_timeout_s, 0.0)

@@ -257,13 +257,3 @@ def test_groups_that_share_gpus_of_several_nodes_are_rejected(config_file: Path)
     assert (error.key, error.value) == ("role_worker_mapping", "pool")
     for fits in (["pool.process_on_nodes=[4]"], [*ROLLOUT, "rollout.parallel.tp=2"], ["pool.use_gpu=false"]):
         make_parts(read(config_file, *colocated, *fits))
-
-
-def test_beside_roles_that_stay_on_a_gpu_the_share_of_an_engine_is_set(config_file: Path) -> None:  # noqa: F811
-    engine = ["actor_rollout_ref.rollout.engine=vllm", "actor_rollout_ref.rollout.vllm.python=/of/another/node"]
-    never = [*CRITIC, *engine, "pool.use_gpu=true", "trainer.offload=never"]
-    (error,) = errors_of_run(config_file, *never)
-    assert error.key == "rollout.vllm.options.gpu_memory_utilization"
-    share = "actor_rollout_ref.rollout.vllm.options.gpu_memory_utilization=0.4"
-    for fits in ([share], ["trainer.offload=auto"], ["pool.use_gpu=false"]):
-        make_parts(read(config_file, *never, *fits))

@@ -16,6 +16,9 @@ from workers.config import ActorConfig
 
 logger = logging.getLogger(__name__)
 
+CUDA_CONTEXT_BYTES = 1 << 29
+"""Memory of a GPU that a process takes before its first tensor; a guess."""
+
 LARGEST_SHARE = 0.92
 """The most of a GPU that an engine gets: vLLM's own default."""
 
@@ -30,12 +33,25 @@ class GpuMemory(NamedTuple):
     Attributes:
         free: what the driver reports.
         total: of the GPU.
-        due: what this process will allocate later, and keep while the engine generates.
+        due: what this process and others will allocate later, and keep while the engine generates.
     """
 
     free: int
     total: int
     due: int
+
+
+def measured_memory(config: ActorConfig, due: int) -> GpuMemory:
+    """Return the memory of this process's GPU, after torch's cache has been emptied.
+
+    Args:
+        config: of the actor and its rollout.
+        due: bytes that this process will allocate later, and keep while the engine generates.
+    """
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    of_others = max(0, total - free - torch.cuda.memory_reserved() - CUDA_CONTEXT_BYTES)
+    return GpuMemory(free, total, due + max(0, config.rollout.vllm.reserved_bytes - of_others))
 
 
 def bytes_of_first_step(optimizer: Any) -> int:

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
 from workers.generate.vllm.checks import LORA_RANKS, check_installed
 from workers.generate.vllm.engine_process import EngineProcess
-from workers.generate.vllm.gpu_memory import GpuMemory, utilization
+from workers.generate.vllm.gpu_memory import GpuMemory, measured_memory, utilization
 from workers.generate.vllm.interpreter import interpreter_of
 from workers.generate.vllm.placement import EnginePlacement, place_engines
 from workers.generate.vllm.rollout import VllmRollout
@@ -78,7 +78,7 @@ def vllm_rollout(config: ActorConfig, context: MegatronContext, due: int, *, bes
         ConfigError: on every rank: no engine fits the ranks (see ``place_engines``), or one does not fit its GPUs.
         EngineError: on every rank: an engine does not start.
     """
-    gpus = all_gather_values(_gpu_of_rank(due))
+    gpus = all_gather_values(_gpu_of_rank(lambda: measured_memory(config, due)))
     engines = place_engines([gpu.node for gpu in gpus], config.rollout.vllm.tp)
     nodes = len(engines[0].parts)
     if config.rollout.vllm.adapter_alone and nodes > 1:
@@ -93,7 +93,7 @@ def vllm_rollout(config: ActorConfig, context: MegatronContext, due: int, *, bes
     return VllmRollout(config, context, process, engines, on_gpus=on_gpus, beside_policy=beside_policy)
 
 
-def _gpu_of_rank(due: int) -> _RankGpu:
+def _gpu_of_rank(measured: Callable[[], GpuMemory]) -> _RankGpu:
     address = node_address()
     with socket.create_server((address, 0)) as free:
         place = node_id(), address, free.getsockname()[1]
@@ -101,8 +101,7 @@ def _gpu_of_rank(due: int) -> _RankGpu:
         return _RankGpu(*place, "", None)
     visible, index = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.current_device()
     device = visible.split(",")[index] if visible else str(index)
-    torch.cuda.empty_cache()
-    return _RankGpu(*place, device, GpuMemory(*torch.cuda.mem_get_info(), due))
+    return _RankGpu(*place, device, measured())
 
 
 def _started_everywhere(
