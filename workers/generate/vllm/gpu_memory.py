@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig
 
