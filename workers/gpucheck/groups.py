@@ -1,4 +1,4 @@
-"""Part d: groups on Ray: a forked worker, two groups on one GPU, engines, and NCCL to a peer that stops."""
+"""Part d: groups on Ray: a forked worker, two groups on one GPU, a peer that dies or stops, engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -45,13 +45,11 @@ def local_ray() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _group(
-    config: ActorConfig, role: str, pool: RayResourcePool, variables: Mapping[str, str] | None = None
-) -> Iterator[Any]:
-    """Start a group with a model, with these variables of the environment."""
+def _group(config: ActorConfig, role: str, pool: RayResourcePool) -> Iterator[Any]:
+    """Start a group with a model; NCCL takes it beside another group on the same GPU."""
     created = RayClassWithInitArgs(ActorRolloutRefWorker, config, role)
-    if variables:
-        created.update_options({"runtime_env": {"env_vars": dict(variables)}})
+    if pool.max_colocate_count > 1:
+        created.update_options({"runtime_env": {"env_vars": ranks_on_one_gpu(role)}})
     with MegatronRayWorkerGroup(pool, created, role, timeout=600.0) as group:
         group.init_model()
         yield group
@@ -78,48 +76,29 @@ def _scores(group: Any, batch: DataProto) -> torch.Tensor:
     return group.compute_log_prob(batch).tensors()["old_log_probs"]
 
 
-def colocated(session: Session) -> None:
-    """Send weights to a group on the same GPU, hand its memory over, and kill the group that receives."""
+def transfers(session: Session) -> None:
+    """Send weights to a group on the same GPU, hand its memory over, and kill or stop the process that receives."""
     report, scale, batch = session.report, session.scale, session.scale.batch()
-    with (
-        RayResourcePool([1], max_colocate_count=2) as pool,
-        _group(scale.config(), "actor", pool) as actor,
-        _group(scale.config(seed=2, response_length=scale.decoded), "rollout", pool) as rollout,
-    ):
-        transfer = WeightTransfer(actor, rollout, transport="cuda_ipc", timeout=120)
-        _send(session, "initial weights", transfer)
-        actor.update_actor(batch)
-        _send(session, "updated weights", transfer)
-        with report.row("scores after a hand-over", {"difference": 0.0}) as figures:
-            before = _scores(actor, batch)
-            figures["offload_s"], freed = timed(lambda: sum(actor.offload()))
-            figures["freed_gb"] = freed / GB
-            figures["generate_s"], _ = timed(rollout.generate_sequences, scale.prompts())
-            rollout.offload()
-            figures["score_with_reload_s"], after = timed(_scores, actor, batch)
-            figures["difference"] = difference(after, before)
-        _lose_peer(session, "receiver killed", transfer, signal.SIGKILL)
-
-
-def nccl(session: Session) -> None:
-    """Send weights over NCCL, to another GPU if there are two, and stop the process that receives."""
-    scale, apart = session.scale, torch.cuda.device_count() > 1
-    with contextlib.ExitStack() as stack:
-        pools = [stack.enter_context(RayResourcePool([1], max_colocate_count=1 if apart else 2))]
-        pools.append(stack.enter_context(RayResourcePool([1])) if apart else pools[0])
-        actor, rollout = (
-            stack.enter_context(_group(scale.config(seed=seed), role, pool, {} if apart else ranks_on_one_gpu(role)))
-            for seed, (role, pool) in enumerate(zip(("actor", "rollout"), pools, strict=True))
-        )
-        with WeightTransfer(actor, rollout, transport="process_group", timeout=120) as transfer:
-            _send(session, "weights over NCCL", transfer)
-        transfer = WeightTransfer(actor, rollout, transport="process_group", timeout=_DEADLINE_S)
-        pid = rollout.execute_func_rank_zero(os.getpid)
-        try:
-            _lose_peer(session, "NCCL to a stopped peer", transfer, signal.SIGSTOP)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for transport, number in (("cuda_ipc", signal.SIGKILL), ("process_group", signal.SIGSTOP)):
+        with (
+            RayResourcePool([1], max_colocate_count=2) as pool,
+            _group(scale.config(), "actor", pool) as actor,
+            _group(scale.config(seed=2, response_length=scale.decoded), "rollout", pool) as rollout,
+        ):
+            with WeightTransfer(actor, rollout, transport=transport, timeout=120) as transfer:
+                _send(session, f"weights by {transport}", transfer)
+                actor.update_actor(batch)
+                _send(session, f"updated weights by {transport}", transfer)
+            with report.row(f"scores after a hand-over by {transport}", {"difference": 0.0}) as figures:
+                before = _scores(actor, batch)
+                figures["offload_s"], freed = timed(lambda: sum(actor.offload()))
+                figures["freed_gb"] = freed / GB
+                figures["generate_s"], _ = timed(rollout.generate_sequences, scale.prompts())
+                rollout.offload()
+                figures["score_with_reload_s"], after = timed(_scores, actor, batch)
+                figures["difference"] = difference(after, before)
+            transfer = WeightTransfer(actor, rollout, transport=transport, timeout=_DEADLINE_S)
+            _lose_peer(session, f"peer lost by {transport}, {number.name}", transfer, number)
 
 
 def _send(session: Session, name: str, transfer: WeightTransfer) -> None:
@@ -134,12 +113,15 @@ def _send(session: Session, name: str, transfer: WeightTransfer) -> None:
 def _lose_peer(session: Session, name: str, transfer: WeightTransfer, number: signal.Signals) -> None:
     """Send a signal to the receiving process; the sender must get an error, and be usable for some time after it."""
     with session.report.row(name, {"until_error_s": 3 * _DEADLINE_S}) as figures:
-        os.kill(transfer.target.execute_func_rank_zero(os.getpid), number)
+        pid = transfer.target.execute_func_rank_zero(os.getpid)
+        os.kill(pid, number)
         started = time.monotonic()
         try:
             transfer.run()
         except MControllerError as error:  # of the transfer, or of the dead rank, whichever is noticed first
             figures |= {"reported": str(error).partition("\n")[0][:200], "until_error_s": time.monotonic() - started}
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # a stopped process has its part of the GPU's memory
         watched_until = time.monotonic() + _DEADLINE_S
         while time.monotonic() < watched_until:  # NCCL's watchdog may end the process
             transfer.source.execute_func_rank_zero(_use_gpu)
@@ -204,3 +186,7 @@ def _device_copy_gb_per_s() -> float:
     source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     seconds, _ = fastest(torch.empty_like(source).copy_, source)
     return source.nbytes / GB / seconds
+
+
+CHECKS = (worker, transfers, engines)
+"""The checks of the part, which need ``local_ray``."""

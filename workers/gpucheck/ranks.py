@@ -1,7 +1,8 @@
 """Run the cases of the parity tests on ranks in processes, of which several may share a GPU.
 
-NCCL rejects two ranks on one GPU only if they are on one host too, so every process has a ``NCCL_HOSTID``, and sockets
-as transport: groups, order of collectives, streams and overlap are NCCL's, speed and memory are not.
+NCCL rejects two ranks on one GPU only if they are on one host too. So if there are fewer GPUs than ranks, every process
+has a ``NCCL_HOSTID``, and sockets as transport: groups, order of collectives, streams and overlap are NCCL's then,
+speed and memory are not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_state.megatron import initialize_distributed
-from workers.parity.cases import Case
+from workers.parity.cases import LAYOUTS, Case
 
 _COLLECTIVE_S = 90.0
 """[s] Longest time of a collective."""
@@ -86,7 +87,8 @@ def in_one_process(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]
 
 def _be_rank(rank: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ |= ranks_on_one_gpu(f"rank{rank}")
+    if torch.cuda.device_count() < max(case.ranks for case in LAYOUTS.values()):
+        os.environ |= ranks_on_one_gpu(f"rank{rank}")
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if torch.cuda.is_available():

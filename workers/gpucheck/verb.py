@@ -17,12 +17,11 @@ examples: python -m mcontroller gpucheck > rows.jsonl
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,6 +35,8 @@ from workers.gpucheck.scale import FULL, GB, TINY, Session
 
 UNUSABLE = 2
 """Exit status if there is no GPU, or an argument is wrong."""
+Check = Callable[[Session], None]
+"""Writes rows to the report of a session."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,32 +65,22 @@ def run(arguments: argparse.Namespace) -> int:
         scale = FULL if arguments.scale == "full" else TINY
         session = Session(report, scale, Path(folder), arguments.vllm_python)
         for part in sorted(set(arguments.part or "abcde")):
-            _run_part(part, session)
+            report.part = part
+            _run(_PARTS[part], session)
     sys.stderr.write(report.summary() + "\n")
     return report.status
 
 
-def _run_part(part: str, session: Session) -> None:
-    """Run the checks of a part one after another, also those after one that raises; Ray runs during part d."""
-    session.report.part = part
-    checks = _CHECKS.get(part, ())
-    with contextlib.ExitStack() as stack:
-        if part == "d":
-            if find_spec("ray") is None:
-                session.report.skip("groups", "ray cannot be imported")
-                return
-            from workers.gpucheck import groups
-
-            stack.enter_context(groups.local_ray())
-            checks = (groups.worker, groups.colocated, groups.engines, groups.nccl)
-        for check in checks:
-            try:
-                check(session)
-            except Exception as error:
-                with session.report.row(check.__name__):
-                    raise error
-            gc.collect()  # modules refer to each other in circles
-            torch.cuda.empty_cache()
+def _run(checks: Iterable[Check], session: Session) -> None:
+    """Run checks one after another; the others still run after one that raises outside of its rows."""
+    for check in checks:
+        try:
+            check(session)
+        except Exception as error:
+            with session.report.row(check.__name__):
+                raise error
+        gc.collect()  # modules refer to each other in circles
+        torch.cuda.empty_cache()
 
 
 def _machine(session: Session) -> None:
@@ -104,9 +95,21 @@ def _machine(session: Session) -> None:
             figures |= {"free_gb": free / GB, "used": 1 - free / total}
 
 
-_CHECKS: dict[str, tuple[Callable[[Session], None], ...]] = {
+def _groups(session: Session) -> None:
+    """Run the checks of groups on a Ray cluster of this machine."""
+    if find_spec("ray") is None:
+        session.report.skip("groups", "ray cannot be imported")
+        return
+    from workers.gpucheck import groups
+
+    with groups.local_ray():
+        _run(groups.CHECKS, session)
+
+
+_PARTS: dict[str, tuple[Check, ...]] = {
     "a": (_machine, equality.parity),
     "b": (size.memory,),
     "c": (size.precisions, size.saves),
+    "d": (_groups,),
     "e": (equality.layouts,),
 }
