@@ -28,7 +28,7 @@ if gpus and any(word in words for word in ("warm_start", "gpucheck", "spawn_main
     import tests.fake_cuda.plugin
     {fault}
 """
-WITHOUT_RAY = {"ray", "transformers", "zmq", "rich", "omegaconf", "yaml", "safetensors"}
+WITHOUT_RAY = {"ray", "psutil", "transformers", "zmq", "rich", "omegaconf", "yaml", "safetensors"}
 FAULT = """
     from workers.actor import ActorRolloutRefWorker
     forward_step = ActorRolloutRefWorker.forward_step
