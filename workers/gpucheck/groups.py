@@ -28,7 +28,7 @@ from workers.parity.computed import PROMPT, RESPONSE, computed, difference, diff
 from workers.parity.roles import actor_config
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
-_DEADLINE_S = 10.0
+_DEADLINE_S = 20.0
 """[s] A transfer to a lost process fails after this, and its sender must live as long after that."""
 
 
@@ -57,10 +57,10 @@ def _group(config: ActorConfig, role: str, pool: RayResourcePool) -> Iterator[An
 
 def worker(session: Session) -> None:
     """Compare a group, in tensor parallelism if there are two GPUs, with the CPU."""
-    ranks, case, limits = min(2, torch.cuda.device_count()), ONE_PROCESS["dense"], LIMITS["float32"]
+    ranks, case = min(2, torch.cuda.device_count()), ONE_PROCESS["dense"]
     config = actor_config(case.settings("float32", SIZES) | {"parallel": {"tp": ranks}})
     batch = DataProto.from_dict(batch_columns(ROWS, PROMPT, RESPONSE, SIZES["vocab_size"]))
-    limits = {name: limits[name] for name in ("scores", "after")}
+    limits = {name: LIMITS["float32"][name] for name in ("scores", "after")}
     with session.report.row("scores and updates of a group", limits) as figures:
         expected = without_gpus(in_one_process)(computed, [(case, "float32", SIZES)])
         with RayResourcePool([ranks]) as pool, _group(config, "actor", pool) as group:
@@ -112,20 +112,20 @@ def _send(session: Session, name: str, transfer: WeightTransfer) -> None:
 
 def _lose_peer(session: Session, name: str, transfer: WeightTransfer, number: signal.Signals) -> None:
     """Send a signal to the receiving process; the sender must get an error, and be usable for some time after it."""
+    pid = transfer.target.execute_func_rank_zero(os.getpid)
     with session.report.row(name, {"until_error_s": 3 * _DEADLINE_S}) as figures:
-        pid = transfer.target.execute_func_rank_zero(os.getpid)
         os.kill(pid, number)
         started = time.monotonic()
         try:
             transfer.run()
         except MControllerError as error:  # of the transfer, or of the dead rank, whichever is noticed first
             figures |= {"reported": str(error).partition("\n")[0][:200], "until_error_s": time.monotonic() - started}
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # a stopped process has its part of the GPU's memory
         watched_until = time.monotonic() + _DEADLINE_S
         while time.monotonic() < watched_until:  # NCCL's watchdog may end the process
             transfer.source.execute_func_rank_zero(_use_gpu)
             time.sleep(1.0)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)  # a stopped process keeps its part of the GPU's memory
 
 
 def _use_gpu() -> None:
