@@ -2,7 +2,7 @@
 
     python benchmarks/asynchronous.py [--steps 10] [--share 0.6] [--staleness 0 1 2 4] [--partial continue finish stop]
     python benchmarks/asynchronous.py --controller 10000
-    python benchmarks/asynchronous.py --engine .venv-vllm/bin/python [--requests 200] [--rounds 5]
+    python benchmarks/asynchronous.py --engine .venv-vllm/bin/python [--requests 200] [--rounds 5] [--gpu 0]
 
 The engine and the trainer sleep, in a process each. The lengths of responses are log-normal with sigma 0.99, cut at 16
 times the median, as reported for reasoning runs (median about 500 tokens, p99 about 5,000; jiahuanglin.xyz, "RL
@@ -14,7 +14,8 @@ batch. The training takes the rest of a synchronous step, of which generation is
 and the memory, with so many trajectories in flight.
 
 ``--engine`` names an interpreter that has vLLM, and measures an engine of small size on CPUs through the router beside
-the same engine called as ``AsyncLLM``, and how long it stops for an update of the weights, without their copy.
+the same engine called as ``AsyncLLM``, and how long it stops for an update of the weights, without their copy. With
+``--gpu`` the model has 1.7B parameters, and is on this GPU.
 """
 
 from __future__ import annotations
@@ -331,12 +332,13 @@ def main() -> None:
     parser.add_argument("--partial", nargs="+", default=["continue"])
     parser.add_argument("--controller", type=int, default=0)
     parser.add_argument("--engine", default="")
+    parser.add_argument("--gpu")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.engine:
-        engine_of_rollout.report(arguments.engine, arguments.requests, length=64, rounds=arguments.rounds)
+        engine_of_rollout.report(arguments.engine, arguments.requests, 64, arguments.rounds, arguments.gpu)
         return
     if arguments.controller:
         controller(arguments.controller, steps=12)

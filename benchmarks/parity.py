@@ -28,7 +28,7 @@ HEAD = """# Parity of the layouts with one process
 
 Every layout starts from the weights of one process, and computes on the same {rows} rows of different lengths. The
 tables show the largest absolute differences: of log-probabilities (actor) and values (critic) of all response tokens,
-of both losses and both gradient norms (divided by the norm if it is above 1) over {steps} optimizer steps, and of all
+of both losses and both gradient norms (divided by their size if it is above 1) over {steps} optimizer steps, and of all
 weights of both models after them. bfloat16 is compared with one process in bfloat16. Ratios and values are not
 clipped, since rounding moves tokens across the edge of a clip.
 

@@ -1,6 +1,7 @@
 """Compare a training step through the controller with a plain Megatron loop under torchrun: time and memory.
 
     python benchmarks/train_step.py [--hidden 1024] [--layers 8] [--sequence 8] [--rounds 16] [--steps 1]
+    python benchmarks/parts/train_step_gpu.py      (on a GPU, with 1.7B parameters and without the controller)
 
 Both sides train the same model on the same batches on 8 CPU ranks (TP2 x PP2 x DP2), one thread each, with the same
 products of matrices and the same settings of the allocator; if their losses or gradient norms differ, no figure is

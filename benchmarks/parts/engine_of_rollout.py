@@ -19,8 +19,11 @@ from workers.generate.sampling import Sampling
 from workers.generate.vllm.engine_process import EngineProcess
 from workers.generate.vllm.start import engine_arguments, engine_environment, policy_folder
 from workers.generate.vllm.vllm_engine import VllmAddress, sampling_parameters
+from workers.gpucheck.scale import FULL
 
-VOCAB, PROMPT, EOS, PAD = 4096, 64, 2, 0
+PROMPT, EOS, PAD = 64, 2, 0
+SMALL = {"vocab_size": 4096, "max_sequence_length": 1024, "num_layers": 4, "hidden_size": 256}
+SMALL |= {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 512}
 TURNS, REPLY = 3, [7] * 16
 TOKEN = "benchmark"
 PROGRAM = Path(__file__).parent / "engine_beside_bare.py"
@@ -54,21 +57,25 @@ class MeasuredEngine:
         python: the interpreter that has vLLM.
         requests: of a batch; so many are in flight.
         length: [tokens] of a turn.
+        gpu: its name for ``CUDA_VISIBLE_DEVICES``, for a model of 1.7B parameters; None: a small one on CPUs.
     """
 
-    def __init__(self, python: str, requests: int, length: int) -> None:
-        model = {"vocab_size": VOCAB, "max_sequence_length": 1024, "num_layers": 4, "hidden_size": 256}
-        model |= {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 512}
+    def __init__(self, python: str, requests: int, length: int, gpu: str | None = None) -> None:
+        model = SMALL if gpu is None else FULL.model | {"dtype": "bfloat16"}
         vllm = {"python": python, "start_timeout_s": 600.0}
         longest = TURNS * length + (TURNS - 1) * len(REPLY)
         rollout = {"engine": "vllm", "prompt_length": PROMPT, "response_length": longest, "max_rows": requests}
         self.config = load_config(ActorConfig, {"model": model, "rollout": {**rollout, "vllm": vllm}})
         draws = random.Random(0)
-        self.prompts = [[draws.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(requests)]
+        vocabulary = model["vocab_size"]
+        self.prompts = [[draws.randrange(3, vocabulary) for _ in range(PROMPT)] for _ in range(requests)]
         self.length = length
+        share, variables = None, engine_environment([]) | {"OMP_NUM_THREADS": str(THREADS)}
+        if gpu is not None:
+            share, variables = 0.6, engine_environment([gpu])
         self.process = EngineProcess(
-            engine_arguments(self.config, str(policy_folder(self.config)), None),
-            engine_environment([]) | {"OMP_NUM_THREADS": str(THREADS)},
+            engine_arguments(self.config, str(policy_folder(self.config)), share),
+            variables,
             start_timeout_s=600.0,
             silence_timeout_s=600.0,
             python=python,
@@ -128,9 +135,9 @@ class MeasuredEngine:
         return Spent(tokens, seconds, int(steps), *cpu)
 
 
-def report(python: str, requests: int, length: int, rounds: int) -> None:
+def report(python: str, requests: int, length: int, rounds: int, gpu: str | None) -> None:
     """Print the throughput through the router over that of ``AsyncLLM``, and what a stop consists of."""
-    engine = MeasuredEngine(python, requests, length)
+    engine = MeasuredEngine(python, requests, length, gpu)
     try:
         pairs = {}
         for turns in (1, TURNS):

@@ -21,10 +21,10 @@ parallel_state.cpu.install()  # before Megatron is imported
 
 from torch import Tensor  # noqa: E402
 
+from benchmarks.parts.plain_step import plain_step  # noqa: E402
 from parallel_state import ParallelLayout  # noqa: E402
 from parallel_state.megatron import MegatronContext, initialize_distributed  # noqa: E402
 from workers.config import ModelConfig, OptimConfig, ParallelConfig  # noqa: E402
-from workers.gpucheck.plain_loop import plain_step  # noqa: E402
 from workers.model.build import build_model  # noqa: E402
 from workers.train.optimizer import make_optimizer, make_scheduler, wrap_for_training  # noqa: E402
 

@@ -17,6 +17,10 @@ fi
 part() { timeout "${2:-240}" python3 -m mcontroller gpucheck --part "$1" ${engine:-} > "$out/part-$1.jsonl" 2> "$out/part-$1.log"; }
 part a & part e & wait    # equality: side by side
 part b; part c            # memory and speed: alone
-if [ -d "$site/ray" ]; then part d; fi
+timeout 240 python3 benchmarks/parts/train_step_gpu.py &> "$out/train-step.log"
+if [ -d "$site/ray" ]; then
+    part d
+    [ -z "${engine:-}" ] || timeout 240 python3 benchmarks/asynchronous.py --engine "$site/vllm-python" --gpu 0 &> "$out/engine.log"
+fi
 grep -hv '"passed"' "$out"/part-*.jsonl
-tail -qn 1 "$out"/part-*.log
+tail -qn 2 "$out"/*.log

@@ -28,7 +28,7 @@ if gpus and any(word in words for word in ("warm_start", "gpucheck", "spawn_main
     import tests.fake_cuda.plugin
     {fault}
 """
-WITHOUT_RAY = {"ray", "transformers", "zmq", "rich", "omegaconf", "yaml", "safetensors"}
+WITHOUT_RAY = {"ray", "psutil", "transformers", "zmq", "rich", "omegaconf", "yaml", "safetensors"}
 FAULT = """
     from workers.actor import ActorRolloutRefWorker
     forward_step = ActorRolloutRefWorker.forward_step
@@ -57,7 +57,6 @@ def rows_of(process: subprocess.Popen[str], status: int) -> dict[str, dict[str, 
     out, err = process.communicate()
     assert process.returncode == status, out + err
     rows = [json.loads(line) for line in out.splitlines()]
-    assert f"{len(rows)} rows: " in err.splitlines()[-1]
     return {row["name"]: row for row in rows}
 
 
@@ -73,8 +72,8 @@ def test_parts_a_to_c_need_no_ray(tmp_path: Path) -> None:
     figures = rows["dense float32 local"]["figures"]
     assert 0 < figures["scores"] < 1e-5 and figures["greedy"] == 0
     assert rows["scores after reload"]["figures"] == {"difference": 0.0}
-    assert rows["speed of an update"]["figures"]["plain_s"] > 0
-    assert {"dense bfloat16 local", "peak of an update", "offload and reload again", "step after a load"} <= rows.keys()
+    assert rows["update"]["figures"]["tokens_per_s"] > 0
+    assert {"dense bfloat16 local", "offload and reload again", "step after a load"} <= rows.keys()
     assert list(tmp_path.glob("gpucheck*")) == []
 
 
@@ -87,20 +86,33 @@ def test_a_fault_in_the_product_fails_its_row_and_a_killed_run_keeps_the_rows_th
         if row["name"] == "dense float32 local":
             break
     process.kill()
-    process.communicate()
+    process.communicate(timeout=60)  # its ranks, which have the same output, end too
     assert results["versions"] == "passed" and results["dense float32 local"] == "failed"
+
+
+PLAIN_STEP = """
+import json
+from benchmarks.parts.train_step_gpu import compare
+from workers.gpucheck.scale import TINY
+print(json.dumps(compare(TINY)))
+"""
+
+
+def test_a_training_step_on_a_gpu_is_that_of_the_plain_loop(tmp_path: Path) -> None:
+    out, err = start(tmp_path, "-c", PLAIN_STEP, blocked=WITHOUT_RAY).communicate()
+    figures = json.loads(out.splitlines()[-1])  # it exits without figures if losses or norms differ
+    assert figures["of_plain"] == pytest.approx(figures["seconds"] / figures["plain_s"]), err
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_groups_on_fake_cuda_devices_pass_every_row(tmp_path: Path) -> None:
     rows = rows_of(start(tmp_path, *PARTS, "d", gpus="0,1"), 0)
+    assert rows["scores and updates of a group"]["result"] == "passed"
     skipped = {name for name, row in rows.items() if row["result"] == "skipped"}
     assert skipped <= {"vllm"}
-    assert rows["updated weights"]["figures"]["transport"] == "cuda_ipc"
-    assert rows["variables"]["figures"]["connections"] == "1"
-    for name in ("receiver killed", "NCCL to a stopped peer"):
-        assert "rollout rank 0" in rows[name]["figures"]["error"]
+    for name in ("peer lost by cuda_ipc, SIGKILL", "peer lost by process_group, SIGSTOP"):
+        assert "rollout rank 0" in rows[name]["figures"]["reported"]
 
 
 @pytest.mark.slow

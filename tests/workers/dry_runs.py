@@ -27,11 +27,19 @@ from parallel_state.simulated import exchange, run_ranks
 from workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from workers.config import CriticConfig, LoraConfig, ModelConfig, ParallelConfig, RewardConfig
 from workers.dry_run import RoleCall
-from workers.gpucheck.scale import TINY_MODEL
+from workers.parity.cases import SMALL
 from workers.parity.roles import actor_config, role_config
 from workers.verify.roles import ModelRole, variant_of
 
 PROMPT, RESPONSE = 24, 40
+TINY_MODEL: dict[str, Any] = SMALL | {
+    "vocab_size": 509,
+    "max_sequence_length": 64,
+    "num_layers": 2,
+    "hidden_size": 128,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 256,
+}
 WIDE = TINY_MODEL | {"hidden_size": 256, "ffn_hidden_size": 1024, "kv_channels": 64}
 LOCAL: dict[str, Any] = WIDE | {"dtype": "bfloat16", "transformer_impl": "local"}
 EXPERTS = LOCAL | {"num_moe_experts": 4, "moe_ffn_hidden_size": 512, "moe_router_topk": 2}

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from mcontroller import DataProto
 from parallel_state.dry_run.outcome import Outcome
 from parallel_state.dry_run.run import dry_run_of
-from tests.workers.dry_runs import CASES, PROMPT, RESPONSE, WIDE, compared, model_role
+from tests.workers.dry_runs import CASES, PROMPT, RESPONSE, TINY_MODEL, WIDE, compared, model_role
 from workers import ActorRolloutRefWorker
 from workers.dry_run import RoleCall
-from workers.gpucheck.scale import FULL, TINY_MODEL
+from workers.gpucheck.scale import FULL
 from workers.parity.roles import actor_config
 from workers.verify.roles import ModelRole, variant_of
 

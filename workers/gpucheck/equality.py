@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import math
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import HAVE_TE
-
-from workers.gpucheck.ranks import Job, on_ranks, results_of
-from workers.gpucheck.rows import NO_ERROR, Row
-from workers.gpucheck.scale import Session
+from workers.gpucheck.ranks import Ranks, in_one_process
+from workers.gpucheck.scale import LAYERS, SIZES, TINY, Session
 from workers.memory.without_gpus import without_gpus
 from workers.parity.cases import LAYOUTS, ONE_PROCESS, ROWS, SMALL, Case
 from workers.parity.computed import QUANTITIES, TOLERANCES, at_checkpoint, computed, differences
 
-SIZES = SMALL | {"hidden_size": 128, "ffn_hidden_size": 256, "transformer_impl": "local"}
-"""Fields of ModelConfig: widths that kernels of a GPU accept, and a vocabulary that tp does not divide."""
-LAYERS = ["local", "transformer_engine"] if HAVE_TE else ["local"]
-"""The implementations of layers that this machine can use; a run uses the last."""
 LIMITS: dict[str, dict[str, float]] = {
     # 24 bits of mantissa: sums of a few hundred terms in another order differ by 1e-6 of their size. Adam divides by
     # the gradient's own size, so an update enlarges that. A row of tokens differs if two tokens are nearly as likely.
@@ -32,64 +26,53 @@ LIMITS: dict[str, dict[str, float]] = {
 """Largest accepted differences of a GPU from the CPU, by precision of the arithmetic."""
 
 
-def compared(name: str, expected: Sequence[Any] | str, ranks: Sequence[Any] | str, limits: Mapping[str, float]) -> Row:
-    """Return the row of ranks that are compared with expected ones, or of the error of one of them.
-
-    Args:
-        name: of the row.
-        expected: what the ranks that are right computed.
-        ranks: what the others computed.
-        limits: by key of ``COMPARED``, the largest accepted difference.
-    """
-    for results in (expected, ranks):
-        if isinstance(results, str):
-            return Row(name, {"error": results[:400]}, NO_ERROR)
-    return Row(name, differences(expected, ranks, limits), limits)  # type: ignore[arg-type]
-
-
-def parity(session: Session) -> Iterator[Row]:
+def parity(session: Session) -> None:
     """Compare every case of one process with the CPU: both get the same weights, batch and random numbers."""
-    names = ["dense"] if session.tiny else ONE_PROCESS
+    names = ["dense"] if session.scale is TINY else ONE_PROCESS
     runs = [(name, dtype) for name in names for dtype in TOLERANCES]
-
-    def jobs(layers: Sequence[str]) -> list[Job]:
-        return [
-            (computed, ONE_PROCESS[name], dtype, SIZES | {"transformer_impl": kind}, True)
-            for name, dtype in runs
-            for kind in layers
-        ]
-
-    on_cpu, on_gpu = without_gpus(results_of)(jobs(["local"])), on_ranks(jobs(LAYERS))
-    for (name, dtype), expected in zip(runs, on_cpu, strict=True):
-        for layers in LAYERS:
-            precision = "tf32" if dtype == "float32" and layers != "local" else dtype
-            yield compared(f"{name} {dtype} {layers}", expected, next(on_gpu), LIMITS[precision])
+    on_cpu = without_gpus(in_one_process)(computed, [(ONE_PROCESS[name], dtype, SIZES, True) for name, dtype in runs])
+    with Ranks() as ranks:
+        for (name, dtype), expected in zip(runs, on_cpu, strict=True):
+            for layers in LAYERS:
+                limits = LIMITS["tf32" if dtype == "float32" and layers != "local" else dtype]
+                with session.report.row(f"{name} {dtype} {layers}", limits) as figures:
+                    sizes = SIZES | {"transformer_impl": layers}
+                    on_gpu = ranks.run(computed, ONE_PROCESS[name], dtype, sizes, True)
+                    figures |= differences([expected], on_gpu, limits)
 
 
 _OVERLAP, _DISTRIBUTED = "PP2 x DP2, distributed optimizer with overlap", "DP2, distributed optimizer"
+_WIDTH = math.sqrt(SIZES["hidden_size"] / SMALL["hidden_size"])
+"""Logits and values are sums of ``hidden_size`` products with weights of one standard deviation. They grow with its
+root, and so do their rounding errors, from the sizes for which ``TOLERANCES`` are."""
 IN_BFLOAT16 = ("TP2 with SP, packed", _OVERLAP, "CP2", "EP2, decisive routers")
 """Layouts that are compared in bfloat16 too, with Transformer Engine if it is installed."""
 
 
-def layouts(session: Session) -> Iterator[Row]:
+def _sizes(dtype: str) -> dict[str, Any]:
+    return SIZES | {"transformer_impl": LAYERS[-1] if dtype == "bfloat16" else "local"}
+
+
+def layouts(session: Session) -> None:
     """Compare layouts with one process of the same devices, and read the checkpoint of one layout in another."""
-    jobs: dict[tuple[str, str], Job] = {}
-    for dtype, names in {"float32": LAYOUTS, "bfloat16": IN_BFLOAT16}.items():
-        sizes = SIZES | {"transformer_impl": LAYERS[-1] if dtype == "bfloat16" else "local"}
-        for name in list(names)[: 1 if session.tiny else None]:
-            case = LAYOUTS[name]
-            jobs[case.model, dtype] = computed, Case(model=case.model), dtype, sizes
-            jobs[name, dtype] = computed, case, dtype, sizes
-    results: dict[tuple[str, str], list[Any] | str] = {}
-    for (name, dtype), ranks in zip(jobs, on_ranks(list(jobs.values())), strict=True):
-        results[name, dtype] = ranks
-        if name in LAYOUTS:
-            limits = dict.fromkeys(QUANTITIES, TOLERANCES[dtype])
-            yield compared(f"{name} {dtype}", results[LAYOUTS[name].model, dtype], ranks, limits)
-    for saved, loaded in ((_OVERLAP, _DISTRIBUTED), (_DISTRIBUTED, _OVERLAP)):
-        path = str(session.folder / saved)
-        expected, continued = results_of(
-            [(at_checkpoint, LAYOUTS[name], "float32", SIZES, path, name == loaded) for name in (saved, loaded)]
-        )
-        limits = dict.fromkeys(("scores", "after"), TOLERANCES["float32"])
-        yield compared(f"{saved}, read by {loaded}", expected, continued, limits)
+    with Ranks() as ranks:
+
+        @functools.cache
+        def one_process(model: str, dtype: str) -> list[Any]:
+            return ranks.run(computed, Case(model=model), dtype, _sizes(dtype))
+
+        for dtype, names in {"float32": LAYOUTS, "bfloat16": IN_BFLOAT16}.items():
+            for name in list(names)[: 1 if session.scale is TINY else None]:
+                limits = dict.fromkeys(QUANTITIES, TOLERANCES[dtype] * _WIDTH)
+                with session.report.row(f"{name} {dtype}", limits) as figures:
+                    expected = one_process(LAYOUTS[name].model, dtype)
+                    figures |= differences(expected, ranks.run(computed, LAYOUTS[name], dtype, _sizes(dtype)))
+        for saved, loaded in ((_OVERLAP, _DISTRIBUTED), (_DISTRIBUTED, _OVERLAP)):
+            limits = dict.fromkeys(("scores", "after"), TOLERANCES["float32"])
+            with session.report.row(f"{saved}, read by {loaded}", limits) as figures:
+                path = str(session.folder / saved)
+                expected, continued = (
+                    ranks.run(at_checkpoint, LAYOUTS[name], "float32", SIZES, path, name == loaded)
+                    for name in (saved, loaded)
+                )
+                figures |= differences(expected, continued, limits)

@@ -1,16 +1,13 @@
-"""Part d: groups on Ray: a forked worker, two groups on one GPU, engines, and NCCL to a peer that stops."""
+"""Part d: groups on Ray: a forked worker, two groups on one GPU, a peer that dies or stops, engines."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -18,21 +15,21 @@ import torch
 
 from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
 from mcontroller.errors import MControllerError
-from mcontroller.ray.warm_start import exits
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig
 from workers.config.vllm import VllmConfig
-from workers.generate.vllm.interpreter import has_vllm, interpreter_variables
-from workers.generate.vllm.start import engine_arguments, engine_environment, policy_folder
-from workers.gpucheck.equality import LAYERS, LIMITS, SIZES, compared
-from workers.gpucheck.ranks import ranks_on_one_gpu, results_of
-from workers.gpucheck.rows import Figure, Row
-from workers.gpucheck.scale import GB, Session, fastest, timed
+from workers.generate.vllm.interpreter import has_vllm
+from workers.gpucheck.equality import LIMITS
+from workers.gpucheck.ranks import in_one_process, ranks_on_one_gpu
+from workers.gpucheck.scale import GB, SIZES, Session, fastest, timed
 from workers.memory.without_gpus import without_gpus
 from workers.parity.cases import ONE_PROCESS, ROWS, STEPS, batch_columns
-from workers.parity.computed import PROMPT, RESPONSE, computed, difference, drift_of
+from workers.parity.computed import PROMPT, RESPONSE, computed, difference, differences, drift_of
 from workers.parity.roles import actor_config
 from workers.weights.transfer.weight_transfer import WeightTransfer
+
+_DEADLINE_S = 20.0
+"""[s] A transfer to a lost process fails after this, and its sender must live as long after that."""
 
 
 @contextlib.contextmanager
@@ -48,53 +45,30 @@ def local_ray() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _group(
-    config: ActorConfig, role: str, pool: RayResourcePool, variables: Mapping[str, str] | None = None
-) -> Iterator[Any]:
-    """Start a group with a model, with these variables of the environment."""
+def _group(config: ActorConfig, role: str, pool: RayResourcePool) -> Iterator[Any]:
+    """Start a group with a model; NCCL takes it beside another group on the same GPU."""
     created = RayClassWithInitArgs(ActorRolloutRefWorker, config, role)
-    if variables:
-        created.update_options({"runtime_env": {"env_vars": dict(variables)}})
+    if pool.max_colocate_count > 1:
+        created.update_options({"runtime_env": {"env_vars": ranks_on_one_gpu(role)}})
     with MegatronRayWorkerGroup(pool, created, role, timeout=600.0) as group:
         group.init_model()
         yield group
 
 
-def worker(session: Session) -> Iterator[Row]:
-    """Look at the process of a worker, compare its results with the CPU's, and look for what is left of it."""
+def worker(session: Session) -> None:
+    """Compare a group, in tensor parallelism if there are two GPUs, with the CPU."""
     ranks, case = min(2, torch.cuda.device_count()), ONE_PROCESS["dense"]
-    [expected] = without_gpus(results_of)([(computed, case, "float32", SIZES)])
-    free = torch.cuda.mem_get_info()[0]
     config = actor_config(case.settings("float32", SIZES) | {"parallel": {"tp": ranks}})
-    with RayResourcePool([ranks]) as pool, _group(config, "actor", pool) as group:
-        needed: dict[str, Figure] = {"computes": "True", "forked": "True", "gpus": ranks}
-        if ranks > 1 and torch.cuda.get_device_capability() < (10, 0):
-            needed["connections"] = "1"
-        yield Row("variables", group.execute_func_rank_zero(_probe), needed)
-        batch = DataProto.from_dict(batch_columns(ROWS, PROMPT, RESPONSE, SIZES["vocab_size"]))
-        results = {"dp": 0, "scores": _scores(group, batch)}
-        for _ in range(STEPS):
-            group.update_actor(batch)
-        results["after"] = _scores(group, batch)
+    batch = DataProto.from_dict(batch_columns(ROWS, PROMPT, RESPONSE, SIZES["vocab_size"]))
     limits = {name: LIMITS["float32"][name] for name in ("scores", "after")}
-    yield compared("scores and updates of a group", expected, [results], limits)
-    deadline = time.monotonic() + 10
-    while (left := (free - torch.cuda.mem_get_info()[0]) / GB) > 0.1 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    yield Row("GPU memory after shutdown", {"left_gb": left}, {"left_gb": 0.1})
-
-
-def _probe() -> dict[str, Any]:
-    """Compute on the GPU of a worker, and return what its process is like."""
-    product = torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
-    return {
-        "computes": str(bool((product == 64).all())),
-        "forked": str(exits.record_of_this_process() is not None),
-        "gpus": torch.cuda.device_count(),
-        "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
-        "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set"),
-        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "not set"),
-    }
+    with session.report.row("scores and updates of a group", limits) as figures:
+        expected = without_gpus(in_one_process)(computed, [(case, "float32", SIZES)])
+        with RayResourcePool([ranks]) as pool, _group(config, "actor", pool) as group:
+            results = {"dp": 0, "scores": _scores(group, batch)}
+            for _ in range(STEPS):
+                group.update_actor(batch)
+            results["after"] = _scores(group, batch)
+        figures |= differences(expected, [results], limits)
 
 
 def _scores(group: Any, batch: DataProto) -> torch.Tensor:
@@ -102,88 +76,67 @@ def _scores(group: Any, batch: DataProto) -> torch.Tensor:
     return group.compute_log_prob(batch).tensors()["old_log_probs"]
 
 
-@contextlib.contextmanager
-def _actor_and_rollout(session: Session, *, over_nccl: bool) -> Iterator[tuple[Any, Any]]:
-    """Start an actor, and a rollout with other weights: on one GPU, but on two over NCCL if there are two."""
-    apart = over_nccl and torch.cuda.device_count() > 1
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(RayResourcePool([1], max_colocate_count=1 if apart else 2))
-        other = stack.enter_context(RayResourcePool([1])) if apart else pool
-
-        def started(role: str, pool: RayResourcePool, seed: int, **rollout: Any) -> Any:
-            config = session.scale.config(LAYERS[-1], seed=seed, **rollout)
-            variables = ranks_on_one_gpu(role) if over_nccl and not apart else {}
-            return stack.enter_context(_group(config, role, pool, variables))
-
-        yield started("actor", pool, 1), started("rollout", other, 2, response_length=session.scale.decoded)
-
-
-def colocated(session: Session) -> Iterator[Row]:
-    """Send weights to a group on the same GPU, hand its memory over, and kill the group that receives."""
-    scale, batch = session.scale, session.scale.batch()
-    with _actor_and_rollout(session, over_nccl=False) as (actor, rollout):
-        transfer = WeightTransfer(actor, rollout, timeout=120)
-        yield _sent("initial weights", transfer, "cuda_ipc")
-        actor.update_actor(batch)
-        yield _sent("updated weights", transfer, "cuda_ipc")
-        before = _scores(actor, batch)
-        away, freed = timed(lambda: sum(actor.offload()))
-        generating, _ = timed(rollout.generate_sequences, scale.prompts())
-        rollout.offload()
-        back, after = timed(_scores, actor, batch)
-        figures = {"offload_s": away, "freed_gb": freed / GB, "generate_s": generating, "score_with_reload_s": back}
-        changed = {"difference": difference(after, before)}
-        yield Row("scores after a hand-over", changed | figures, {"difference": 0.0})
-        yield _lost_peer("receiver killed", transfer, actor, rollout, signal.SIGKILL, 0.0)
+def transfers(session: Session) -> None:
+    """Send weights to a group on the same GPU, hand its memory over, and kill or stop the process that receives."""
+    report, scale, batch = session.report, session.scale, session.scale.batch()
+    for transport, number in (("cuda_ipc", signal.SIGKILL), ("process_group", signal.SIGSTOP)):
+        with (
+            RayResourcePool([1], max_colocate_count=2) as pool,
+            _group(scale.config(), "actor", pool) as actor,
+            _group(scale.config(seed=2, response_length=scale.decoded), "rollout", pool) as rollout,
+        ):
+            with WeightTransfer(actor, rollout, transport=transport, timeout=120) as transfer:
+                _send(session, f"weights by {transport}", transfer)
+                actor.update_actor(batch)
+                _send(session, f"updated weights by {transport}", transfer)
+            with report.row(f"scores after a hand-over by {transport}", {"difference": 0.0}) as figures:
+                before = _scores(actor, batch)
+                figures["offload_s"], freed = timed(lambda: sum(actor.offload()))
+                figures["freed_gb"] = freed / GB
+                figures["generate_s"], _ = timed(rollout.generate_sequences, scale.prompts())
+                rollout.offload()
+                figures["score_with_reload_s"], after = timed(_scores, actor, batch)
+                figures["difference"] = difference(after, before)
+            transfer = WeightTransfer(actor, rollout, transport=transport, timeout=_DEADLINE_S)
+            _lose_peer(session, f"peer lost by {transport}, {number.name}", transfer, number)
 
 
-def nccl(session: Session) -> Iterator[Row]:
-    """Send weights over NCCL to another group, and stop the process that receives."""
-    with _actor_and_rollout(session, over_nccl=True) as (actor, rollout):
-        with WeightTransfer(actor, rollout, transport="process_group", timeout=120) as transfer:
-            yield _sent("weights over NCCL", transfer, "process_group")
-        limit = session.scale.stopped_s
-        transfer = WeightTransfer(actor, rollout, transport="process_group", timeout=limit)
-        pid = rollout.execute_func_rank_zero(os.getpid)
-        try:
-            yield _lost_peer("NCCL to a stopped peer", transfer, actor, rollout, signal.SIGSTOP, limit)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _sent(name: str, transfer: WeightTransfer, transport: str) -> Row:
+def _send(session: Session, name: str, transfer: WeightTransfer) -> None:
     """Send the weights; the transfer raises if their fingerprints differ."""
-    report = transfer.run()
-    sent = report.bytes_sent / GB
-    figures = {"seconds": report.seconds, "sent_gb": sent, "gb_per_s": sent / report.seconds}
-    return Row(name, {"transport": report.transport, **figures}, {"transport": transport})
+    with session.report.row(name) as figures:
+        report = transfer.run()
+        sent = report.bytes_sent / GB
+        figures |= {"transport": report.transport, "seconds": report.seconds}
+        figures |= {"sent_gb": sent, "gb_per_s": sent / report.seconds}
 
 
-def _lost_peer(
-    name: str, transfer: WeightTransfer, source: Any, target: Any, number: signal.Signals, watched_s: float
-) -> Row:
+def _lose_peer(session: Session, name: str, transfer: WeightTransfer, number: signal.Signals) -> None:
     """Send a signal to the receiving process; the sender must get an error, and be usable for some time after it."""
-    os.kill(target.execute_func_rank_zero(os.getpid), number)
-    started, error = time.monotonic(), ""
-    try:
-        transfer.run()
-    except MControllerError as raised:  # of the transfer, or of the dead rank, whichever is noticed first
-        error = str(raised).partition("\n")[0][:200]
-    seconds = time.monotonic() - started
-    while time.monotonic() < started + 2 * seconds + watched_s:
-        source.execute_func_rank_zero(os.getpid)
-        time.sleep(min(1.0, watched_s))
-    source.execute_func_rank_zero(_probe)
-    return Row(name, {"error": error, "until_error_s": seconds, "raised": str(bool(error))}, {"raised": "True"})
+    pid = transfer.target.execute_func_rank_zero(os.getpid)
+    with session.report.row(name, {"until_error_s": 3 * _DEADLINE_S}) as figures:
+        os.kill(pid, number)
+        started = time.monotonic()
+        try:
+            transfer.run()
+        except MControllerError as error:  # of the transfer, or of the dead rank, whichever is noticed first
+            figures |= {"reported": str(error).partition("\n")[0][:200], "until_error_s": time.monotonic() - started}
+        watched_until = time.monotonic() + _DEADLINE_S
+        while time.monotonic() < watched_until:  # NCCL's watchdog may end the process
+            transfer.source.execute_func_rank_zero(_use_gpu)
+            time.sleep(1.0)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)  # a stopped process keeps its part of the GPU's memory
 
 
-def engines(session: Session) -> Iterator[Row]:
+def _use_gpu() -> None:
+    torch.ones(64, device="cuda").sum().item()
+
+
+def engines(session: Session) -> None:
     """Generate beside a loaded actor, with Megatron's layers and with vLLM."""
     for engine in ("megatron", "vllm"):
         if engine == "vllm" and not has_vllm(session.vllm_python):
-            reason = f"{session.vllm_python} has no vllm: pass --vllm-python"
-            yield Row("vllm", {"error": reason}, is_skipped=True)
+            session.report.skip("vllm", f"{session.vllm_python} has no vllm: pass --vllm-python")
             continue
         settings: dict[str, Any] = {
             "engine": engine,
@@ -191,23 +144,19 @@ def engines(session: Session) -> Iterator[Row]:
             "verify_weights": "fingerprints",
             "vllm": VllmConfig(python=session.vllm_python),
         }
-        config, started = session.scale.config(LAYERS[-1], **settings), time.monotonic()
-        with RayResourcePool([1]) as pool, _group(config, "actor_rollout", pool) as policy:
-            yield Row(f"{engine}: start", {"seconds": time.monotonic() - started})
-            yield from _updates(engine, policy, session)
-            seconds, sampled = fastest(policy.generate_sequences, session.scale.prompts())
-        figures = {"tokens_per_s": int(sampled.batch["response_mask"].sum()) / seconds}
-        limits = {}
-        if engine == "vllm":
-            bare = _bare_vllm(config, session)
-            figures |= {"bare_tokens_per_s": bare, "bare_by_this": bare / figures["tokens_per_s"]}
-            limits = {"bare_by_this": 1 / 0.95}
-        yield Row(f"{engine}: sampled tokens", figures, limits)
+        started = time.monotonic()
+        with RayResourcePool([1]) as pool, _group(session.scale.config(**settings), "actor_rollout", pool) as policy:
+            with session.report.row(f"{engine}: start") as figures:
+                figures["seconds"] = time.monotonic() - started
+            _update(session, engine, policy)
+            with session.report.row(f"{engine}: sampled tokens") as figures:
+                seconds, sampled = fastest(policy.generate_sequences, session.scale.prompts())
+                figures["tokens_per_s"] = int(sampled.batch["response_mask"].sum()) / seconds
 
 
-def _updates(engine: str, policy: Any, session: Session) -> Iterator[Row]:
+def _update(session: Session, engine: str, policy: Any) -> None:
     """Update the policy, and compare what the engine generates with its scores, and after it slept."""
-    greedy = session.scale.prompts(do_sample=False)
+    report, greedy = session.report, session.scale.prompts(do_sample=False)
     trained = policy.generate_sequences(greedy)
     trained = trained.union(policy.compute_log_prob(trained))
     trained.batch["advantages"] = trained.batch["response_mask"].float()
@@ -216,17 +165,17 @@ def _updates(engine: str, policy: Any, session: Session) -> Iterator[Row]:
     again = policy.generate_sequences(greedy)  # gets the new weights, and raises if their fingerprints differ
     metrics = again.meta_info.get("metrics", {})
     if "rollout/update_bytes" in metrics:
-        seconds, sent = (_first(metrics[f"rollout/update_{unit}"]) for unit in ("seconds", "bytes"))
-        copied = policy.execute_func_rank_zero(_device_copy_gb_per_s)
-        figures = {"sent_gb": sent / GB, "seconds": seconds, "gb_per_s": sent / GB / seconds}
-        yield Row(f"{engine}: update", {**figures, "device_copy_gb_per_s": copied})
-    drift = drift_of(again, policy.compute_log_prob(again))
+        with report.row(f"{engine}: update") as figures:
+            seconds, sent = (_first(metrics[f"rollout/update_{unit}"]) for unit in ("seconds", "bytes"))
+            figures |= {"sent_gb": sent / GB, "seconds": seconds, "gb_per_s": sent / GB / seconds}
+            figures["device_copy_gb_per_s"] = policy.execute_func_rank_zero(_device_copy_gb_per_s)
     # 28 layers round more than the four of part a: 0.018 on an H100
-    yield Row(f"{engine}: log-probabilities after an update", {"difference": drift}, {"difference": 4e-2})
-    policy.offload()
-    awake, after = timed(policy.generate_sequences, greedy)
-    differ = int((after.batch["responses"] != again.batch["responses"]).any(1).sum())  # of the same batch
-    yield Row(f"{engine}: rows that differ after sleep", {"rows": differ, "wake_s": awake}, {"rows": 0})
+    with report.row(f"{engine}: log-probabilities after an update", {"difference": 4e-2}) as figures:
+        figures["difference"] = drift_of(again, policy.compute_log_prob(again))
+    with report.row(f"{engine}: rows that differ after sleep", {"rows": 0}) as figures:
+        policy.offload()
+        figures["wake_s"], after = timed(policy.generate_sequences, greedy)
+        figures["rows"] = int((after.batch["responses"] != again.batch["responses"]).any(1).sum())
 
 
 def _first(value: Any) -> float:
@@ -239,26 +188,5 @@ def _device_copy_gb_per_s() -> float:
     return source.nbytes / GB / seconds
 
 
-def _bare_vllm(config: ActorConfig, session: Session) -> float:
-    """Return the tokens per second of vLLM alone, on the same prompts, with the same lengths and sampling."""
-    columns = session.scale.prompts().tensors()
-    pairs = zip(columns["input_ids"], columns["attention_mask"], strict=True)
-    engine = engine_arguments(config, str(policy_folder(config)), 0.6)
-    del engine["enable_sleep_mode"]
-    sampling = {"temperature": 1.0, "logprobs": 0, "max_tokens": config.rollout.response_length, "ignore_eos": True}
-    given = {"engine": engine, "sampling": sampling, "prompts": [ids[mask.bool()].tolist() for ids, mask in pairs]}
-    variables = {name: value for name, value in engine_environment(["0"]).items() if value is not None}
-    done = subprocess.run(
-        [session.vllm_python, str(Path(__file__).with_name("bare_vllm.py"))],
-        input=json.dumps(given),
-        env=interpreter_variables(session.vllm_python) | variables,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=600.0,
-        check=True,
-    )
-    return float(done.stdout.split()[-1])
-
-
-CHECKS = (worker, colocated, engines, nccl)
+CHECKS = (worker, transfers, engines)
 """The checks of the part, which need ``local_ray``."""

@@ -1,7 +1,8 @@
-"""Run jobs on ranks in processes, of which several may share a GPU.
+"""Run the cases of the parity tests on ranks in processes, of which several may share a GPU.
 
-NCCL rejects two ranks on one GPU only if they are on one host too, so every process has a ``NCCL_HOSTID``, and sockets
-as transport: groups, order of collectives, streams and overlap are NCCL's, speed and memory are not.
+NCCL rejects two ranks on one GPU only if they are on one host too. So if there are fewer GPUs than ranks, every process
+has a ``NCCL_HOSTID``, and sockets as transport: groups, order of collectives, streams and overlap are NCCL's then,
+speed and memory are not.
 """
 
 from __future__ import annotations
@@ -11,21 +12,19 @@ import multiprocessing
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from parallel_state.megatron import initialize_distributed
+from workers.parity.cases import LAYOUTS, Case
 
-Job = tuple[Any, ...]
-"""A function, the case that it computes, whose ranks call it, and further arguments."""
-_TIMEOUT_S = 90.0
+_COLLECTIVE_S = 90.0
 """[s] Longest time of a collective."""
-_JOB_S = 600.0
-"""[s] Longest time of a job: a rank may hang outside of collectives."""
 
 
 def ranks_on_one_gpu(host: str) -> dict[str, str]:
@@ -34,79 +33,83 @@ def ranks_on_one_gpu(host: str) -> dict[str, str]:
     return {"NCCL_HOSTID": host, **sockets}
 
 
-def on_ranks(jobs: Sequence[Job], job_s: float = _JOB_S) -> Iterator[list[Any] | str]:
-    """Yield for each job what its ranks return, or the error of one of them; the next job then has new processes.
+class Ranks:
+    """Processes that compute cases together, one for each rank; they start with the first case that needs them.
 
-    A rank that takes longer than ``job_s`` writes the stacks of its threads to standard error, and ends.
+    Args:
+        limit_s: [s] a rank that computes for longer, maybe outside of collectives, writes the stacks of its threads to
+            standard error, and ends.
     """
-    ranks: list[_Rank] = []
-    try:
-        for job in jobs:
-            ranks = ranks or [_Rank(rank) for rank in range(max(case.ranks for _, case, *_ in jobs))]
-            results = _results(ranks[: job[1].ranks], job, job_s)
-            yield results
-            if isinstance(results, str):
-                _end(ranks)
-                ranks = []
-    finally:
-        _end(ranks)
 
+    def __init__(self, limit_s: float = 600.0) -> None:
+        self._limit_s = limit_s
+        self._ranks: list[ProcessPoolExecutor] = []
 
-def results_of(jobs: Sequence[Job]) -> list[list[Any] | str]:
-    """Return what ``on_ranks`` yields."""
-    return list(on_ranks(jobs))
+    def __enter__(self) -> Ranks:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
-class _Rank:
-    """A process, and the connection to it."""
+    def run(self, function: Callable[..., Any], case: Case, *arguments: Any) -> list[Any]:
+        """Return what ``function(case, *arguments)`` returns on each of the ranks of the case.
 
-    def __init__(self, rank: int) -> None:
+        Raises:
+            RuntimeError: a rank raised or died. All processes are killed; the next case has new ones.
+        """
         spawn = multiprocessing.get_context("spawn")
-        self.connection, of_rank = spawn.Pipe()
-        self.process = spawn.Process(target=_be_rank, args=(rank, of_rank))
-        self.process.start()
-        of_rank.close()
+        for rank in range(len(self._ranks), case.ranks):
+            self._ranks.append(ProcessPoolExecutor(1, spawn, _be_rank, (rank,)))
+        with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+            call = f"file://{folder}/rendezvous", self._limit_s, function, case, *arguments
+            futures = [self._ranks[rank].submit(_compute, rank, *call) for rank in range(case.ranks)]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for rank, future in enumerate(futures):
+            if future in done and (error := future.exception()):
+                self.end()
+                raise RuntimeError(f"rank {rank}: {type(error).__name__}: {error}") from error
+        return [pickle.loads(future.result()) for future in futures]
+
+    def end(self) -> None:
+        """Kill the processes, which may wait for each other."""
+        for process in multiprocessing.active_children():
+            process.kill()
+        for rank in self._ranks:
+            rank.shutdown()
+        self._ranks = []
 
 
-def _results(ranks: Sequence[_Rank], job: Job, job_s: float) -> list[Any] | str:
-    results = dict[int, Any]()
-    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
-        for rank in ranks:
-            rank.connection.send((job, f"file://{folder}/rendezvous", job_s))
-        while len(results) < len(ranks):
-            for number, rank in enumerate(ranks):
-                if number not in results and rank.connection.poll(0.02):
-                    try:
-                        results[number], error = pickle.loads(rank.connection.recv_bytes())
-                    except EOFError:
-                        error = f"it died, or took {job_s:g} s; see standard error"
-                    if error:
-                        return f"rank {number}: {error}"
-    return [results[number] for number in range(len(ranks))]
+def in_one_process(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return what a function returns on one rank for each of the arguments; the first is a case."""
+    with Ranks() as ranks:
+        return [ranks.run(function, *arguments)[0] for arguments in calls]
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
-    for rank in ranks:
-        rank.process.kill()
-        rank.process.join()
-
-
-def _be_rank(rank: int, connection: Connection) -> None:
-    """Run jobs until this process is killed, or the other one ends."""
-    os.environ |= ranks_on_one_gpu(f"rank{rank}")
+def _be_rank(rank: int) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if torch.cuda.device_count() < max(case.ranks for case in LAYOUTS.values()):
+        os.environ |= ranks_on_one_gpu(f"rank{rank}")
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    while True:
-        (function, case, *arguments), init_method, job_s = connection.recv()
-        faulthandler.dump_traceback_later(job_s, exit=True)
-        result, error = None, ""
-        try:
-            initialize_distributed(rank=rank, world_size=case.ranks, init_method=init_method, timeout_s=_TIMEOUT_S)
-            result = function(case, *arguments)
-            dist.destroy_process_group()
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
-        connection.send_bytes(pickle.dumps((result, error)))
-        faulthandler.cancel_dump_traceback_later()
+
+
+def _end_with_parent() -> None:
+    """End this process, which would wait for the next case for ever, if its parent is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "started by a process pool"
+    parent.join()
+    os._exit(1)
+
+
+def _compute(
+    rank: int, init_method: str, limit_s: float, function: Callable[..., Any], case: Case, *arguments: Any
+) -> bytes:
+    """Return the pickled result: the tensors of an unpickled one would need this process to be alive."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    initialize_distributed(_COLLECTIVE_S, rank=rank, world_size=case.ranks, init_method=init_method)
+    result = pickle.dumps(function(case, *arguments))
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+    return result

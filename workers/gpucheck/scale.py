@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from mcontroller import DataProto
 from workers.config import ActorConfig
+from workers.gpucheck.report import Report
 from workers.parity.cases import SMALL, prompt_columns
 from workers.parity.roles import TOKENS, actor_config
 from workers.verify.roles import rows_of_role
 
 GB = 2**30
+LAYERS = ["local", "transformer_engine"] if HAVE_TE else ["local"]
+"""The implementations of layers that this machine can use; a run uses the last."""
+SIZES = SMALL | {"hidden_size": 128, "ffn_hidden_size": 256, "transformer_impl": "local"}
+"""Fields of ModelConfig of parts a and e: widths that kernels of a GPU accept, a vocabulary that tp does not divide."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,6 @@ class Scale:
         packed: rows of a micro-batch: with few tokens, launching kernels takes longer than running them.
         rows: rows that generate at once.
         decoded: tokens that each of them generates.
-        stopped_s: seconds after which a transfer to a stopped process must fail.
     """
 
     model: dict[str, Any]
@@ -41,20 +46,19 @@ class Scale:
     packed: int
     rows: int
     decoded: int
-    stopped_s: float
 
     def config(
-        self, implementation: str, seed: int = 1, transformer: Mapping[str, Any] | None = None, **rollout: Any
+        self, layers: str = LAYERS[-1], seed: int = 1, transformer: Mapping[str, Any] | None = None, **rollout: Any
     ) -> ActorConfig:
         """Return an actor in bfloat16 with packed micro-batches.
 
         Args:
-            implementation: of the layers.
+            layers: their implementation.
             seed: of the weights.
             transformer: fields of Megatron's TransformerConfig.
             **rollout: fields of RolloutConfig.
         """
-        model = self.model | {"dtype": "bfloat16", "transformer_impl": implementation, "seed": seed}
+        model = self.model | {"dtype": "bfloat16", "transformer_impl": layers, "seed": seed}
         settings = {
             "model": model | {"transformer": transformer or {}},
             "rollout": {"prompt_length": self.prompt, "response_length": self.response, **rollout},
@@ -69,7 +73,7 @@ class Scale:
 
     def batch(self) -> DataProto:
         """Return a batch for an update of rows of full length."""
-        return rows_of_role(0, self.config("local"), self.updated, self.prompt, self.response)
+        return rows_of_role(0, self.config(), self.updated, self.prompt, self.response)
 
     def prompts(self, **settings: Any) -> DataProto:
         """Return prompts of different lengths; ``settings`` are those of the generation."""
@@ -98,29 +102,18 @@ FULL = Scale(
     packed=2,
     rows=32,
     decoded=128,
-    stopped_s=30.0,
 )
 """A model of the shape of Qwen3-1.7B."""
-
-TINY_MODEL: dict[str, Any] = SMALL | {
-    "vocab_size": 509,
-    "max_sequence_length": 64,
-    "num_layers": 2,
-    "hidden_size": 128,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 256,
-}
-"""Fields of ModelConfig: widths that kernels of a GPU accept."""
 TINY = Scale(
-    model=TINY_MODEL | {"qk_layernorm": True, "tie_embeddings": True},
+    model=SIZES | {"max_sequence_length": 64, "qk_layernorm": True, "tie_embeddings": True},
     prompt=24,
     response=40,
     updated=2,
     packed=1,
     rows=4,
     decoded=8,
-    stopped_s=3.0,
 )
+"""The smallest sizes with which every check runs."""
 
 
 @dataclass(frozen=True)
@@ -128,19 +121,16 @@ class Session:
     """One run of the checks.
 
     Attributes:
-        tiny: whether models, rows and repetitions are the smallest with which every check runs.
+        report: gets the rows.
+        scale: of the model of parts b to d.
         folder: for checkpoints.
         vllm_python: the interpreter of engines.
     """
 
-    tiny: bool
+    report: Report
+    scale: Scale
     folder: Path
     vllm_python: str
-
-    @property
-    def scale(self) -> Scale:
-        """Sizes of the model of parts b to d."""
-        return TINY if self.tiny else FULL
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:

@@ -28,7 +28,7 @@ from workers.weights.whole_tensors import WholeTensors
 PROMPT, RESPONSE = 10, 6
 QUANTITIES = ("scores", "values", "loss", "gradient norm", "weights")
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Largest accepted difference between a layout and one process of the same devices."""
+"""Largest accepted difference between a layout and one process of the same devices, with the sizes of ``SMALL``."""
 
 
 def computed(case: Case, dtype: str, sizes: Mapping[str, Any] = SMALL, generates: bool = False) -> dict[str, Any]:
@@ -214,7 +214,7 @@ _OF_ROWS = ("scores", "values", "after")
 COMPARED: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
     "scores": ("scores", difference),
     "values": ("values", difference),
-    "loss": ("loss", difference),
+    "loss": ("loss", _relative_difference),
     "gradient norm": ("gradient norm", _relative_difference),
     "weights": ("weights", difference),
     "after": ("after", difference),

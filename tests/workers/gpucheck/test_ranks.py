@@ -1,4 +1,4 @@
-"""Ranks in processes: a rank that fails ends its job, and those after it run."""
+"""Ranks in processes: a rank that fails ends its case, and those after it run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from workers.gpucheck.ranks import on_ranks
+from workers.gpucheck.ranks import Ranks
 from workers.parity.cases import Case
 
 pytestmark = pytest.mark.processes
@@ -38,16 +38,19 @@ def sleep_on_rank_zero(case: Case) -> None:
     dist.barrier()
 
 
-def test_jobs_after_one_that_fails_run_on_ranks_of_their_number() -> None:
-    jobs = [(fail_on_rank_one, Case(2)), (ranks_that_answer, Case(1)), (die_on_rank_zero, Case(2))]
-    failed, one, died, two = on_ranks([*jobs, (ranks_that_answer, Case(2))])
-    assert isinstance(failed, str) and failed.startswith("rank ") and isinstance(died, str)
-    assert one == [[0]] and two == [[0, 1], [0, 1]]
+def test_cases_after_one_that_fails_run_on_ranks_of_their_number() -> None:
+    with Ranks() as ranks:
+        with pytest.raises(RuntimeError, match="rank 1: ValueError"):
+            ranks.run(fail_on_rank_one, Case(2))
+        assert ranks.run(ranks_that_answer, Case(1)) == [[0]]
+        with pytest.raises(RuntimeError, match="rank"):
+            ranks.run(die_on_rank_zero, Case(2))
+        assert ranks.run(ranks_that_answer, Case(2)) == [[0, 1], [0, 1]]
 
 
 def test_a_rank_that_hangs_outside_of_collectives_ends_and_its_line_is_written(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    [late] = on_ranks([(sleep_on_rank_zero, Case(2))], job_s=5.0)
-    assert isinstance(late, str) and late.startswith("rank ")
+    with Ranks(limit_s=5.0) as ranks, pytest.raises(RuntimeError, match="rank"):
+        ranks.run(sleep_on_rank_zero, Case(2))
     assert "in sleep_on_rank_zero" in capfd.readouterr().err

@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from workers.gpucheck.equality import LIMITS, compared
-from workers.gpucheck.rows import FAILED, PASSED, Report, Row
+from workers.gpucheck.equality import LIMITS
+from workers.gpucheck.report import FAILED, PASSED, SKIPPED, Report
 from workers.parity.computed import differences
 
 SCORES, TOKENS = -torch.linspace(1, 6, 16 * 16).view(16, 16), torch.arange(16 * 16).view(16, 16)
@@ -57,49 +56,40 @@ def changed(tensor: torch.Tensor, by: float) -> torch.Tensor:
 )
 def test_a_wrong_value_fails_its_row_and_the_run(precision: str, quantity: str, right: Any, wrong: Any) -> None:
     for value, result in ((right, PASSED), (wrong, FAILED)):
-        row = compared("dense", [RIGHT], [RIGHT | {quantity: value}], LIMITS[precision])
-        report = Report(io.StringIO())
-        report.add_all("a", "check", [row])
-        assert row.result == result and report.status == (result == FAILED)
-    exceeded = {name for name, limit in row.limits.items() if not row.figures[name] <= limit}
+        report = Report(written := io.StringIO())
+        with report.row("dense", LIMITS[precision]) as figures:
+            figures |= differences([RIGHT], [RIGHT | {quantity: value}], LIMITS[precision])
+        row = json.loads(written.getvalue())
+        assert row["result"] == result and report.status == (result == FAILED)
+    exceeded = {name for name, limit in row["limits"].items() if not row["figures"][name] <= limit}
     assert exceeded and all(quantity in name for name in exceeded)
 
 
-def test_an_error_of_a_rank_is_the_row() -> None:
-    row = compared("TP2", [RIGHT], "rank 1: ValueError", LIMITS["float32"])
-    assert row.result == FAILED and row.figures == {"error": "rank 1: ValueError"}
-
-
-def test_an_error_is_a_failed_row_after_those_before_it_and_others_follow() -> None:
-    def check() -> Iterator[Row]:
-        yield Row("first", {"seconds": 1.5})
+def test_an_error_or_a_missing_figure_fails_its_row_and_others_follow() -> None:
+    report = Report(written := io.StringIO())
+    report.part = "b"
+    with report.row("first") as figures:
+        figures["seconds"] = 1.5
+    with report.row("memory"):
         raise RuntimeError("CUDA error: out of memory\nCompile with ...")
-
-    written = io.StringIO()
-    report = Report(written)
-    report.add_all("b", "memory", check())
-    rows = [
-        Row("packed", {"error": "there is no reason"}, is_skipped=True),
-        Row("padded", {"ratio": 1.25}, {"ratio": 1.2}),
-    ]
-    report.add_all("b", "widths", [*rows, Row("sent", {"transport": "cuda_ipc"}, {"transport": "process_group"})])
+    with report.row("padded", {"ratio": 1.2}) as figures:
+        figures["seconds"] = 1.5
+    report.skip("packed", "there is no reason")
     lines = [json.loads(line) for line in written.getvalue().splitlines()]
     assert [(line["part"], line["name"], line["result"]) for line in lines] == [
-        ("b", "first", "passed"),
-        ("b", "memory", "failed"),
-        ("b", "packed", "skipped"),
-        ("b", "padded", "failed"),
-        ("b", "sent", "failed"),
+        ("b", "first", PASSED),
+        ("b", "memory", FAILED),
+        ("b", "padded", FAILED),
+        ("b", "packed", SKIPPED),
     ]
     assert lines[1]["figures"] == {"error": "RuntimeError: CUDA error: out of memory"}
-    assert lines[3]["limits"] == {"ratio": 1.2} and all(line["seconds"] >= 0 for line in lines)
-    assert report.table().splitlines()[-1].startswith("5 rows: 1 passed, 3 failed, 1 skipped")
-    assert report.table().splitlines()[3].split() == ["b", "failed", "padded", "ratio", "1.25", "(limit", "1.2)"]
+    assert lines[2]["limits"] == {"ratio": 1.2} and all(line["seconds"] >= 0 for line in lines)
+    assert report.names == {PASSED: ["first"], FAILED: ["memory", "padded"], SKIPPED: ["packed"]}
 
 
 def test_a_run_that_checked_nothing_fails() -> None:
     report = Report(io.StringIO())
-    report.add_all("d", "groups", [Row("groups", {"error": "ray cannot be imported"}, is_skipped=True)])
+    report.skip("groups", "ray cannot be imported")
     assert report.status == 1
 
 

@@ -63,6 +63,7 @@ def test_a_group_without_room_for_an_engine_is_rejected_with_its_ranks(counts: l
     assert list(caught.value.ranks.values()) == counts
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("pool", "beside"), [("pools.rollout", "no other role"), ("pool", "actor_rollout_ref")], ids=["separate", "shared"]
 )

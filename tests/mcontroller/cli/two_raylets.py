@@ -1,7 +1,8 @@
-"""``doctor`` on a cluster of two raylets of this machine; the second one starts with wrong variables."""
+"""``doctor`` on a cluster of two raylets of this machine; the second one has a folder of packages of its own."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 import ray
@@ -12,17 +13,17 @@ from mcontroller.cli.main import main
 ADDRESS = "127.0.0.9"
 
 
-def run() -> int:
+def run(packages: str, *options: str) -> int:
     small = {"object_store_memory": 100_000_000}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **small})
-    wrong = {"NCCL_SOCKET_IFNAME": "ib7"}
-    cluster.add_node(num_cpus=1, num_gpus=2, node_ip_address=ADDRESS, env_vars=wrong, **small)
+    path = os.pathsep.join([packages, os.environ.get("PYTHONPATH", "")])
+    cluster.add_node(num_cpus=1, node_ip_address=ADDRESS, env_vars={"PYTHONPATH": path}, **small)
     ray.init(address=cluster.address, log_to_driver=False)
-    status = main(["doctor", *sys.argv[1:]])
+    status = main(["doctor", *options])
     ray.shutdown()
     cluster.shutdown()
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run(*sys.argv[1:]))

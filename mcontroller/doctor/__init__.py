@@ -1,1 +1,0 @@
-"""The verb ``doctor``: what a cluster gets wrong before a run can start."""
