@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import shlex
@@ -61,7 +60,6 @@ class RunReport:
             "host": socket.gethostname(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "changes": changed_fields(config),
-            "config": dataclasses.asdict(config),
         }
 
     def begin(self) -> None:
@@ -77,8 +75,6 @@ class RunReport:
             lost = f"; {self._done - step} later steps are lost" if self._done > step else ""
             self._print(f"resuming from step {step} of {total}, saved {minutes:.0f} min ago{lost}")
         before = self._before()
-        for earlier in before.get("processes", []):
-            earlier.pop("config", None)
         self._write({**before, "processes": [*before.get("processes", []), process]})
 
     def end_early(self, steps: int) -> None:

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from tests.trainer.run.test_check_run import config_file  # noqa: F401 - a fixture
 from trainer.curves import draw_curves
-from trainer.report.reading import read_run
 from trainer.run import run_report
 from trainer.run.config import read_run_config
 from trainer.run.run_report import SUMMARY, RunReport, rows_of
@@ -46,20 +45,6 @@ def test_a_run_says_what_started_it_what_is_saved_and_how_to_go_on(config_file: 
     resumed = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, resume=True))
     RunReport(tmp_path, resumed, Console(file=printed)).begin()
     assert printed.getvalue().endswith("resuming from step 65 of 120, saved 0 min ago; 2 later steps are lost\n")
-
-
-@pytest.mark.processes
-def test_the_configuration_of_a_resumed_run_is_that_of_its_last_process(config_file: Path, tmp_path: Path) -> None:  # noqa: F811
-    (tmp_path / "checkpoints").mkdir()
-    for number, steps in enumerate((120, 200)):
-        overrides = [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={tmp_path / 'checkpoints'}"]
-        config = read_run_config(config_file, overrides)
-        write_record(tmp_path / "checkpoints", RunRecord(SavedStep({}, RunState(65, 0.0))))
-        trainer = dataclasses.replace(config.trainer, resume=bool(number))
-        RunReport(tmp_path, dataclasses.replace(config, trainer=trainer), Console(file=io.StringIO())).begin()
-    assert read_run(tmp_path).config["trainer"]["total_training_steps"] == 200
-    earlier, last = json.loads((tmp_path / SUMMARY).read_text())["processes"]
-    assert "config" in last and "config" not in earlier
 
 
 def test_the_table_of_stages_has_no_negative_zero() -> None:
