@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,15 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from mcontroller.cli.main import INTERRUPTED, main
-from mcontroller.errors import ConfigError, DataError
+from mcontroller.errors import CallTimeout, ConfigError, DataError
+from mcontroller.testing import is_late, mock_worker_group
 from tests.trainer.run.test_check_run import config_file  # noqa: F401 - a fixture
+from trainer.loop import RayPPOTrainer
 from trainer.report.reading import read_run
 from trainer.run import resume_verb, training
 from trainer.run.config import read_run_config
 from trainer.run.parts import make_parts
+from trainer.run.pools import pools_of
 from trainer.run.recorded_rows import RecordedRows
 from trainer.run.resume_verb import config_of_run
 from trainer.saving.run_record import RunRecord, RunState, SavedStep, read_record, write_record
@@ -189,3 +193,21 @@ def test_a_new_run_is_not_saved_over_another_one(config_file: Path, tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         training.train(config, Console())
     assert caught.value.fields["key"] == "trainer.default_local_dir"
+
+
+def test_a_call_of_a_run_that_hangs_fails_after_the_timeout_of_its_role(config_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    settings = ["actor_rollout_ref.timeout_s=9", "actor_rollout_ref.parallel.tp=1", "pool.process_on_nodes=[2]"]
+    config = read_run_config(config_file, settings).within(tmp_path)
+    parts = make_parts(config)
+    trainer = RayPPOTrainer(
+        config,
+        parts.tokenizer,
+        parts.roles,
+        pools_of(config, parts.roles),
+        lambda pool, init, name_prefix: mock_worker_group(init, 2, name=name_prefix, failures={1: is_late(10.0)}),
+        parts.rewards,
+        train_dataset=parts.train,
+    )
+    with trainer, closing(parts), pytest.raises(CallTimeout) as caught:
+        trainer.init_workers()
+    assert (caught.value.role, caught.value.ranks, caught.value.timeout) == ("actor", (1,), 9.0)

@@ -35,7 +35,7 @@ from trainer.rollout.server import http
 from trainer.rollout.server.chat_server import ChatServer
 from trainer.rollout.server.sessions import ChatSession
 from trainer.rollout.server.tool_calls import TOOL_FORMATS
-from trainer.rollout.turns import make_episodes
+from trainer.run.parts import make_episodes
 
 END, SHIFT = 1, 128
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -347,21 +347,6 @@ def test_a_server_without_its_packages_names_the_extra(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError) as caught:
         ChatServer(None, Characters())
     assert (caught.value.key, caught.value.value) == ("multi_turn.episode", "agents")
-
-
-@pytest.mark.parametrize("sent", [0, 10, -5], ids=["nothing", "half of a header", "half of a body"])
-def test_a_request_that_does_not_arrive_is_ended(
-    serve: Callable[..., ChatServer], monkeypatch: pytest.MonkeyPatch, sent: int
-) -> None:
-    monkeypatch.setattr(http, "IDLE_S", 0.1)
-    server = serve()
-    session = server.open("a")
-    with connected(server) as client:
-        client.sendall(request_of(session)[:sent])
-        answer = client.makefile("rb").read()  # until the server closes
-    assert answer[:12] == (b"HTTP/1.1 408" if sent < 0 else b"")
-    monkeypatch.setattr(http, "IDLE_S", 30)
-    assert with_urllib(server.base_url, session.api_key, messages=ASK)["finish_reason"] == "stop"
 
 
 def test_a_client_that_disconnects_cancels_its_trajectory(serve: Callable[..., ChatServer]) -> None:
