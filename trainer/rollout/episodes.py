@@ -11,8 +11,6 @@ import copy
 import logging
 import math
 import pickle
-import socket
-import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -114,14 +112,11 @@ class _Host:
 
 
 class _ProcessHost(_Host):
-    """Runs episodes in another process. A message that it neither reads nor completes raises OSError after a while."""
+    """Runs episodes in another process."""
 
     def __init__(self, helper: HelperProcess) -> None:
         super().__init__()
         self._helper, self.connection = helper, helper.connection
-        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(STALL_S), 0))
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.connection.send(message)
@@ -227,7 +222,7 @@ class Episodes:
 
     def _process(self) -> _ProcessHost:
         first = self.episode, self.options, self.tokenizer
-        return _ProcessHost(HelperProcess.start(SERVER, first, "the episode", "multi_turn.episode"))
+        return _ProcessHost(HelperProcess.start(SERVER, first, "the episode", "multi_turn.episode", STALL_S))
 
     @property
     def busy(self) -> bool:
