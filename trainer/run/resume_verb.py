@@ -7,8 +7,10 @@ examples: mcontroller resume runs/20260101-120000
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -16,6 +18,7 @@ from mcontroller.config.load import given_values
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import moved_path
 from trainer.run.config import CONFIG_FILE, RunConfig, check_files, read_run_config
+from workers.config import RoleConfig
 
 FIXED = {"run_dir": "it is RUN_DIR", "trainer.resume": "it is true"}
 """Keys that a resumed run cannot change, and why."""
@@ -23,6 +26,11 @@ REFERRED = dict.fromkeys(
     ("model", "layout", "seed"), "the fields that refer to it have its value in config.yaml: set these"
 )
 """Keys that a run cannot change once its configuration is written, without references, and why."""
+CHANGEABLE = {
+    *("max_sequence_length", "attention_dropout", "hidden_dropout", "init_method_std", "dtype", "seed"),
+    *("hf_path", "provider", "family", "verify_load", "transformer_impl", "transformer", "freeze", "train_only"),
+}
+"""Fields of a trained model that a resumed run can change; with others, its weights would compute something else."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Continue the run, and return the exit status."""
     check_overrides(arguments.overrides, FIXED)
     config = config_of_run(arguments.directory, [*arguments.overrides, "trainer.resume=true"])
+    check_models(config_of_run(arguments.directory, []), config)
     check_files(config)
     from trainer.run.training import train, until_interrupted  # torch, Megatron and Ray: seconds
 
@@ -75,3 +84,21 @@ def check_overrides(overrides: Iterable[str], fixed: Mapping[str, str]) -> None:
             if f"{key}.".startswith(f"{name}."):
                 text = f"{override}: {name} cannot change when a run goes on; {reason}"
                 raise ConfigError(text, key=key, value=value)
+
+
+def check_models(before: RunConfig, after: RunConfig) -> None:
+    """Raise ConfigError if a trained role has another model than the checkpoints of the run."""
+    for role in ("actor_rollout_ref", "critic"):
+        models = [_fixed_fields(config.sections()[role]) for config in (before, after) if role in config.sections()]
+        for name, trained in models[0].items() if len(models) == 2 else ():
+            if (given := models[1][name]) != trained:
+                key = f"{role}.model.{name}"
+                text = f"{key} is {given}, and the weights of the run were trained with {trained}: leave it out"
+                raise ConfigError(text, key=key, value=given)
+
+
+def _fixed_fields(role: RoleConfig) -> dict[str, Any]:
+    model = dataclasses.asdict(role.model)
+    if model["lora"] is not None:
+        del model["lora"]["path"]  # where the adapter was before the first step
+    return {name: value for name, value in model.items() if name not in CHANGEABLE}

@@ -94,12 +94,18 @@ def test_a_run_is_not_resumed_with_fewer_steps_than_it_has(make_run: MakeRun) ->
     assert (caught.value.fields["key"], caught.value.fields["value"]) == ("trainer.total_training_steps", 5)
 
 
-@pytest.mark.parametrize("override", ["run_dir=x", "trainer.resume=false", "seed=1", "layout=2", "model.hf_path=x"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("run_dir=x", "trainer.resume=false", "seed=1", "layout=2", "model.hf_path=x"),
+        "actor_rollout_ref.model.num_attention_heads=8",  # the weights have the same shapes
+    ],
+)
 def test_what_a_resumed_run_cannot_change_is_rejected_by_name(make_run: MakeRun, override: str) -> None:
     arguments = argparse.Namespace(directory=str(make_run("checkpoints")), overrides=[override])
     with pytest.raises(ConfigError) as caught:
         resume_verb.run(arguments)
-    assert (caught.value.fields["key"], caught.value.fields["value"]) == tuple(override.split("="))
+    assert (caught.value.fields["key"], str(caught.value.fields["value"])) == tuple(override.split("="))
 
 
 @pytest.mark.parametrize("again", ["trainer.resume=true", "trainer.asynchronous.replay={saves}"])
