@@ -67,13 +67,12 @@ if TYPE_CHECKING:
     from trainer.rewards.reward import rule_only as rule_only
     from trainer.rewards.reward import weighted_sum as weighted_sum
     from trainer.roles import Role as Role
+    from trainer.rollout.episodes import Demonstrating as Demonstrating
+    from trainer.rollout.episodes import Episodes as Episodes
     from trainer.rollout.generation import RolloutFunction as RolloutFunction
     from trainer.rollout.trajectories import Submitted as Submitted
     from trainer.rollout.trajectories import TrajectoryRollout as TrajectoryRollout
     from trainer.rollout.trajectory import Trajectory as Trajectory
-    from trainer.rollout.turns import ENVIRONMENTS as ENVIRONMENTS
-    from trainer.rollout.turns import MultiTurnRollout as MultiTurnRollout
-    from trainer.rollout.turns import TurnEnvironment as TurnEnvironment
     from trainer.stages import Stages as Stages
     from trainer.validation import Evaluation as Evaluation
     from workers.losses.kl import KL_ESTIMATORS as KL_ESTIMATORS

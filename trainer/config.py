@@ -29,8 +29,7 @@ OFFLOAD_CHOICES = ("auto", "always", "never")
 SCORE = "score"
 """The metric that stands for the scores to train on."""
 TAKES = ("completed", "in_order")
-STALE = ("finish", "drop")
-PARTIAL = ("continue", "finish", "stop")
+PARTIAL = ("continue", "finish")
 SCHEDULES = ("live", "simulated")
 
 
@@ -76,17 +75,13 @@ class OverlongConfig:
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class MultiTurnConfig:
-    """Responses of several turns, between which an environment replies."""
+    """Responses of several turns, between which tools, a simulated world or an agent reply."""
 
-    environment: str | None = None
-    """Name of a registered environment. None: the responses have one turn, or an episode makes them."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Other keyword arguments of the environment or the episode."""
-    max_turns: int = 8
-    """[turns] Most turns of the policy in one response. With an environment."""
     episode: str | None = None
-    """Import path of an async function or class that makes a response with turns of its own, such as
-    ``my_module:episode``; see docs/rollout.md."""
+    """Import path of an async function or class that makes a response, such as ``my_module:episode``; see
+    docs/rollout.md. None: one turn."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Other keyword arguments of the episode."""
     processes: int = 1
     """[processes] In which episodes run; 0: in the controller, in a fixed order."""
     concurrency: int = 256
@@ -95,23 +90,12 @@ class MultiTurnConfig:
     """[s] Longest time that an episode may take between two turns of the policy."""
 
     def __post_init__(self) -> None:
-        check_at_least("multi_turn.max_turns", self.max_turns, 1)
         check_at_least("multi_turn.processes", self.processes, 0)
         check_at_least("multi_turn.concurrency", self.concurrency, 1)
         check_above("multi_turn.timeout_s", self.timeout_s, 0.0)
-        if self.environment is not None and self.episode is not None:
-            raise ConfigError(
-                f"multi_turn has the environment {self.environment!r} and the episode {self.episode!r}; set one",
-                key="multi_turn.episode",
-                value=self.episode,
-            )
-        if self.environment is None:
-            check_unused(self, ("max_turns",), "multi_turn.", "without multi_turn.environment")
         if self.episode is None:
-            check_unused(self, ("processes", "concurrency", "timeout_s"), "multi_turn.", "without multi_turn.episode")
-        if self.environment is None and self.episode is None:
-            reason = "without multi_turn.environment or multi_turn.episode"
-            check_unused(self, ("options",), "multi_turn.", reason)
+            names = [item.name for item in dataclasses.fields(self)]
+            check_unused(self, names, "multi_turn.", "without multi_turn.episode")
 
 
 @strict_fields
@@ -338,12 +322,8 @@ class AsynchronousConfig:
 
     take: str = "completed"
     """Groups of responses that a step trains on: completed (those that ended first), or in_order (of the data)."""
-    stale: str = "finish"
-    """Groups that would become older than max_staleness: finish (the step waits for them), or drop (their tokens are
-    thrown away, and their problems begin again)."""
     partial: str = "continue"
-    """Responses in flight when the weights move: continue (with the new weights), finish (before the weights move), or
-    stop (they wait until the responses that begin with the new weights have their tokens)."""
+    """Responses in flight when the weights move: continue (with the new weights), or finish (before they move)."""
     schedule: str = "live"
     """Order in which responses arrive: live (as it happens), or simulated (a random legal order, the same for one
     seed)."""
@@ -351,18 +331,13 @@ class AsynchronousConfig:
     """Seed of the simulated schedule."""
     replay: str | None = None
     """Directory of a run whose recorded responses this run trains on, in their order. None: it generates."""
-    check_replay: bool = False
-    """Generate the recorded tokens again, and end at the first one that differs."""
 
     def __post_init__(self) -> None:
         check_one_of("trainer.asynchronous.take", self.take, TAKES)
-        check_one_of("trainer.asynchronous.stale", self.stale, STALE)
         check_one_of("trainer.asynchronous.partial", self.partial, PARTIAL)
         check_one_of("trainer.asynchronous.schedule", self.schedule, SCHEDULES)
         if self.schedule == "live":
             check_unused(self, ("seed",), "trainer.asynchronous.", "with schedule=live: set schedule=simulated")
-        if self.replay is None:
-            check_unused(self, ("check_replay",), "trainer.asynchronous.", "without trainer.asynchronous.replay")
 
 
 @strict_fields
@@ -449,7 +424,8 @@ class TrainerConfig:
     """[s] A transfer of weights from Role.Actor to Role.Rollout fails if it has not ended by then."""
     patience: float = 0.0
     """[s] Report who waits for whom in a stage that takes longer; if the ranks wait for the same twice as long after
-    that, or after ten times as long in any case, the step fails. 0: report after 60 s, and never fail."""
+    that, or after ten times as long in any case, the step fails. 0: report after 60 s, and fail after ``timeout_s`` of
+    the role."""
     patience_factor: float = 10.0
     """Times the slowest run of the stage so far, in place of ``patience`` if it is more."""
     max_restarts: int = 3

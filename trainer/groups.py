@@ -21,7 +21,7 @@ from trainer.reserved_memory import reserved_for_others
 from trainer.roles import GroupSpec, Role, reads_reference, role_workers
 from trainer.stages import Stages
 from workers.columns import MINI_BATCHES
-from workers.config import ActorConfig
+from workers.config import ActorConfig, RoleConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 
 NOTICE_SECONDS = 30.0
@@ -124,6 +124,8 @@ class RunGroups:
         with self._stages("start"):
             self._starting(f"starting {worker.name}: {worker.init.cls.__name__}")
             group = self._group_cls(pool, worker.init, name_prefix=worker.name)
+            if group.timeout is None and isinstance(worker.config, RoleConfig):
+                group.timeout = worker.config.timeout_s
             self._stages.devices.add(group, pool)
         self.by_name[worker.name] = group
         return group

@@ -48,7 +48,7 @@ class RayPPOTrainer(RunLifecycle):
             ``loss_mask`` ``[seq]``.
         combine_rewards: makes one score of that of ``reward_fn`` and that of the reward model, if there are both, such
             as ``weighted_sum(rule=1.0, model=0.5)``; ``rule_only`` for a ``reward_fn`` that reads ``rm_scores`` itself.
-        rollout_fn: your program's own rollout loop, such as ``MultiTurnRollout`` with tools. None: one call.
+        rollout_fn: your program's own rollout loop, such as ``Episodes`` with tools. None: one call.
         stateful: objects of your program by name, such as a data loader of your own: their ``state_dict()`` is saved
             with every checkpoint, and passed to ``load_state_dict`` by a run that resumes.
         trackers: the trackers that log the metrics.

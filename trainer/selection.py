@@ -153,7 +153,7 @@ def truncated_rows(batch: DataProto, eos_token_ids: Collection[int]) -> Tensor:
     """Return which responses were cut off for lack of room or turns, bool ``[rows]``.
 
     Args:
-        batch: ``truncated`` bool ``[rows]``, which ``MultiTurnRollout`` returns; without it, ``responses`` and
+        batch: ``truncated`` bool ``[rows]``, which ``Episodes`` return; without it, ``responses`` and
             ``response_mask`` ``[rows, response]``: a response without a stop token at its end was cut off.
         eos_token_ids: the stop tokens.
     """

@@ -17,68 +17,64 @@ from typing import Any
 from examples.ppo.tokenizer import CharTokenizer
 from examples.tools.arithmetic import CalculationError, calculate
 from mcontroller.errors import ConfigError, DataError
-from trainer import ENVIRONMENTS, TOKENIZERS, Demonstration, TokenizerSource, Trajectory
+from trainer import TOKENIZERS, Demonstration, TokenizerSource, Trajectory
 from trainer.data.tokenizers import TextTokenizer
 from trainer.rewards.functions import reasoning_gym
+from trainer.rollout.episode_loop import EpisodeRollout
 
 START, END, AFTER = "<", ">", ";"
 FAILED = "error"
 
 
-@ENVIRONMENTS.register("calculator")
 class Calculator:
-    """Replies to every call with its value, or with ``error``.
+    """An episode in which every call is followed by its value, or by ``error``.
 
     Args:
-        tokenizer: of the policy; the marks of a call are one token each.
-
-    Raises:
-        ConfigError: a mark is several tokens.
+        max_turns: [turns] most turns of the policy in one response.
     """
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.start, self.end = (self._one_token(mark) for mark in (START, END))
-        self.stop_token_ids = (self.end,)
+    def __init__(self, max_turns: int) -> None:
+        self.max_turns = max_turns
 
-    def reply(self, conversations: Sequence[Trajectory]) -> list[list[int]]:
-        """Return the output of the calculator for the last turn of each response, as tokens."""
-        return [self.output(each.last_turn) for each in conversations]
+    async def __call__(self, rollout: EpisodeRollout, problem: Mapping[str, Any]) -> Trajectory:
+        """Return a response with calls and outputs. One without room for another turn is truncated."""
+        end = one_token(rollout.tokenizer, END)
+        made = await rollout.submit(problem["prompt_ids"], stop_token_ids=[end])
+        while made.ended == "turn":
+            made.ended, output = "length", output_of(made.last_turn, rollout.tokenizer)
+            if made.turns < self.max_turns and len(made.tokens) + len(output) < rollout.response_length:
+                made.replied(output)
+                made = await rollout.submit(made, stop_token_ids=[end])
+        return made
 
-    def output(self, turn: Sequence[int]) -> list[int]:
-        """Return the output for a turn that ends with a call."""
-        call = list(turn[:-1])
-        if self.start in call:
-            begin = len(call) - call[::-1].index(self.start)
-            with suppress(CalculationError, DataError):  # DataError: the tokenizer has no token for a part of the value
-                return self.tokenizer.encode(f"{calculate(self.tokenizer.decode(call[begin:]))}{AFTER}")
-        return self.tokenizer.encode(FAILED + AFTER)
-
-    def demonstrate(self, problem: Mapping[str, Any]) -> Demonstration:
+    def demonstrate(self, problem: Mapping[str, Any], tokenizer: TextTokenizer) -> Demonstration:
         """Return a call with the expression of the problem, its output, and the answer."""
         expression = re.findall(r"[\d(][\d\s.()+*/-]*", problem["prompt"])[-1].strip()
-        call = self.tokenizer.encode(f"{START}{expression}{END}")
-        output, answer = self.output(call), self.tokenizer.encode(problem["answer"])
+        call = tokenizer.encode(f"{START}{expression}{END}")
+        output, answer = output_of(call, tokenizer), tokenizer.encode(problem["answer"])
         return Demonstration([*call, *output, *answer], [1] * len(call) + [0] * len(output) + [1] * len(answer))
 
-    def _one_token(self, mark: str) -> int:
-        ids = self.tokenizer.encode(mark)
-        if len(ids) != 1:
-            raise ConfigError(f"the tokenizer encodes {mark!r} as {len(ids)} tokens; the calculator needs one")
-        return ids[0]
+
+def output_of(turn: Sequence[int], tokenizer: TextTokenizer) -> list[int]:
+    """Return the output of the calculator for a turn that ends with a call, as tokens."""
+    call, start = list(turn[:-1]), one_token(tokenizer, START)
+    if start in call:
+        begin = len(call) - call[::-1].index(start)
+        with suppress(CalculationError, DataError):  # DataError: the tokenizer has no token for a part of the value
+            return tokenizer.encode(f"{calculate(tokenizer.decode(call[begin:]))}{AFTER}")
+    return tokenizer.encode(FAILED + AFTER)
 
 
-async def episode(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
-    """Return a response with calls, as the environment makes them, for ``multi_turn.episode``."""
-    calculator = Calculator(rollout.tokenizer)
-    made = await rollout.submit(problem["prompt_ids"], stop_token_ids=calculator.stop_token_ids)
-    while made.ended == "turn":
-        output = calculator.output(made.last_turn)
-        if len(made.tokens) + len(output) >= rollout.response_length:
-            break
-        made.replied(output)
-        made = await rollout.submit(made, stop_token_ids=calculator.stop_token_ids)
-    return made
+def one_token(tokenizer: TextTokenizer, mark: str) -> int:
+    """Return the token of a mark.
+
+    Raises:
+        ConfigError: it is several tokens.
+    """
+    ids = tokenizer.encode(mark)
+    if len(ids) != 1:
+        raise ConfigError(f"the tokenizer encodes {mark!r} as {len(ids)} tokens; the calculator needs one")
+    return ids[0]
 
 
 @TOKENIZERS.register("calculator")

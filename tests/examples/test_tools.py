@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from examples.tools.arithmetic import CalculationError, calculate
-from examples.tools.calculator import Calculator, characters_with_calls, episode, score
+from examples.tools.calculator import Calculator, characters_with_calls, one_token, output_of, score
 from mcontroller.errors import ConfigError
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.testing import SimulatedGroupMaker
@@ -65,14 +65,11 @@ def test_what_is_no_calculation_is_an_error_and_nothing_is_executed(text):
 
 
 def replies(*turns: str) -> list[str]:
-    conversations = []
+    outputs = []
     for turn in turns:
-        conversation = Trajectory([5])
-        conversation.replied(TOKENIZER.encode("<1>"))  # an earlier call is no part of the turn
         tokens = [token for part in re.split(r"([<>])", turn) for token in TOKENIZER.encode(part)]
-        conversation.sampled(tokens, [0.0] * len(tokens))
-        conversations.append(conversation)
-    return [TOKENIZER.decode(reply) for reply in Calculator(TOKENIZER).reply(conversations)]
+        outputs.append(TOKENIZER.decode(output_of(tokens, TOKENIZER)))
+    return outputs
 
 
 def test_the_calculator_answers_every_call_and_every_mistake():
@@ -82,12 +79,12 @@ def test_the_calculator_answers_every_call_and_every_mistake():
 
 def test_a_value_that_the_tokenizer_cannot_write_is_an_error():
     tokenizer = characters_with_calls(TokenizerSource(None, lambda: (["1 / 2 =", "4 / 2 ="], [])))
-    outputs = [Calculator(tokenizer).output(tokenizer.encode(text)) for text in ("<4 / 2>", "<1 / 2>")]
+    outputs = [output_of(tokenizer.encode(text), tokenizer) for text in ("<4 / 2>", "<1 / 2>")]
     assert [tokenizer.decode(output) for output in outputs] == ["2;", "error;"]
 
 
 def test_a_demonstration_is_trained_on_except_for_the_output():
-    shown = Calculator(TOKENIZER).demonstrate({"prompt": QUESTION, "answer": "12"})
+    shown = Calculator(3).demonstrate({"prompt": QUESTION, "answer": "12"}, TOKENIZER)
     assert TOKENIZER.decode(shown.tokens) == "<7 - 4 + 9>12;12"
     assert shown.mask == [1] * 7 + [0] * 3 + [1] * 2
 
@@ -98,7 +95,7 @@ def test_marks_of_several_tokens_are_rejected():
             return [1, 2]
 
     with pytest.raises(ConfigError):
-        Calculator(Pairs("", []))
+        one_token(Pairs("", []), "<")
 
 
 def test_the_answer_is_what_follows_the_last_output():
@@ -107,28 +104,22 @@ def test_the_answer_is_what_follows_the_last_output():
     assert score("<7 + 5>12;", entry)["accuracy"] == 0.0
 
 
-async def fails_sometimes(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
-    if rollout.seed % 3 == 0:
-        raise ValueError("no calculator")
-    return await episode(rollout, problem)
+class FailsSometimes(Calculator):
+    async def __call__(self, rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
+        if rollout.seed % 3 == 0:
+            raise ValueError("no calculator")
+        return await super().__call__(rollout, problem)
 
 
-EPISODE = [
-    *("multi_turn.environment=null", "multi_turn.max_turns=8", "multi_turn.processes=0"),
-    f"multi_turn.episode={__name__}:fails_sometimes",
-]
-
-
-@pytest.mark.parametrize("settings", [[], EPISODE], ids=["environment", "episode"])
+@pytest.mark.parametrize("fails", [False, True])
 def test_the_example_trains_on_its_own_tokens_alone(
-    simulated_group: SimulatedGroupMaker, tmp_path, settings: list[str]
+    simulated_group: SimulatedGroupMaker, tmp_path, fails: bool
 ) -> None:
     """The configuration of the example with fewer steps, on one simulated rank."""
     changes = ["actor_rollout_ref.ppo_mini_batch_size=16", "actor_rollout_ref.optim.lr=1e-2"]
     changes += ["trainer.total_training_steps=2", "warm_up.steps=2", "trainer.test_freq=-1", "warm_up.batch_size=64"]
-    config = read_run_config("examples/tools/config.yaml", [*changes, *settings, "data.train_batch_size=8"]).within(
-        tmp_path
-    )
+    changes += [f"multi_turn.episode={__name__}:FailsSometimes"] if fails else []
+    config = read_run_config("examples/tools/config.yaml", [*changes, "data.train_batch_size=8"]).within(tmp_path)
     parts, batches, updates, steps = make_parts(config), [], [], []
 
     class Steps(Callback):
@@ -164,7 +155,6 @@ def test_the_example_trains_on_its_own_tokens_alone(
     assert len(batches) == len(steps) == 2 and all(step["actor/grad_norm"] > 0 for step in steps)
     mismatch = "training/rollout_probs_diff_max"  # of the policy before the update, which makes four optimizer steps
     assert all(step[mismatch] < 1e-4 < update[mismatch] for step, update in zip(steps, updates, strict=True))
-    calculator = Calculator(parts.tokenizer)
     calls = 0
     for batch in batches:
         inside = batch.batch["attention_mask"][:, -16:]
@@ -174,11 +164,11 @@ def test_the_example_trains_on_its_own_tokens_alone(
             holes = [at for at, mine in enumerate(sampled) if kept[at] and not mine]
             while holes:
                 turn = tokens[: holes[0]]
-                expected = calculator.output(turn)
+                expected = output_of(turn, parts.tokenizer)
                 assert tokens[holes[0] : holes[0] + len(expected)] == expected
                 holes, calls = holes[len(expected) :], calls + 1
     assert calls > 0
-    if settings:
+    if fails:
         for batch, step in zip(batches, steps, strict=True):
             failed = batch.batch["failed"]
             assert 0 < int(failed.sum()) == step["episodes/failed"] == step["episodes/raised"]

@@ -1,17 +1,16 @@
-"""Responses of several turns: the exact tokens, masks with holes, limits, and the environment's place in them."""
+"""Responses of several turns: the exact tokens, masks with holes, limits, and the place of replies in them."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import ConfigError
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
-from trainer.rollout.turns import ENVIRONMENTS, MultiTurnConfig, MultiTurnRollout, Trajectory, make_environment
+from trainer.rollout.episodes import Episodes
+from trainer.rollout.trajectory import Trajectory
 from workers.role_worker import RoleWorker
 
 PAD, EOS, CALL = 0, 1, 2
@@ -66,18 +65,18 @@ class Policy(RoleWorker):
 
 
 class Echo:
-    """Replies to a call with two tokens: 90, and 50 plus the number of the turn. Keeps what it was shown."""
-
-    stop_token_ids = (CALL,)
+    """An episode with replies of two tokens: 90, and 50 plus the number of the turn. Keeps what it replied to."""
 
     def __init__(self):
-        self.shown = []
+        self.replied_to = []
 
-    def reply(self, conversations):
-        self.shown.append(
-            [(list(conversation.last_turn), conversation.problem["answer"]) for conversation in conversations]
-        )
-        return [[90, 50 + conversation.turns] for conversation in conversations]
+    async def __call__(self, rollout, problem):
+        made = await rollout.submit(problem["prompt_ids"], stop_token_ids=(CALL,))
+        while made.ended == "turn" and len(made.tokens) + 2 < RESPONSE:
+            self.replied_to.append((made.last_turn, problem["answer"]))
+            made.replied([90, 50 + made.turns])
+            made = await rollout.submit(made, stop_token_ids=(CALL,))
+        return made
 
 
 def problems(n=1):
@@ -87,11 +86,11 @@ def problems(n=1):
     return batch
 
 
-def run(script, environment=None, max_turns=8, n=1, batch=None):
-    batch, environment = problems(n) if batch is None else batch, environment or Echo()
+def run(script, n=1, batch=None):
+    batch, echo = problems(n) if batch is None else batch, Echo()
     init = ClassWithInitArgs(Policy, {tuple(context): turn for context, turn in script})
     group = LocalWorkerGroup(init, name_prefix="policy")
-    return MultiTurnRollout(environment, max_turns)(batch, group.generate_sequences), group.workers[0], environment
+    return Episodes(echo, processes=0)(batch, group.generate_sequences), group.workers[0], echo
 
 
 FIRST, SECOND = PROMPTS
@@ -103,8 +102,8 @@ TWO_CALLS = [
 ]
 
 
-def test_the_mask_has_holes_exactly_at_the_tokens_of_the_environment():
-    batch, _, environment = run(TWO_CALLS)
+def test_the_mask_has_holes_exactly_at_the_tokens_of_replies():
+    batch, _, echo = run(TWO_CALLS)
     assert batch.batch["responses"].tolist() == [
         [31, CALL, 90, 51, 32, 33, CALL, 90, 52, EOS],
         [41, EOS, *[PAD] * 8],
@@ -121,7 +120,7 @@ def test_the_mask_has_holes_exactly_at_the_tokens_of_the_environment():
     )
     assert batch.batch["policy_version"].tolist() == [7, 7]
     assert batch.batch["truncated"].tolist() == [False, False]
-    assert environment.shown == [[([31, CALL], "a")], [([32, 33, CALL], "a")]]
+    assert echo.replied_to == [([31, CALL], "a"), ([32, 33, CALL], "a")]
 
 
 def test_every_turn_continues_the_exact_tokens_so_far():
@@ -143,24 +142,9 @@ def test_the_batch_has_the_settings_of_the_problems_and_numbers_of_turns():
 
 
 def test_responses_to_one_prompt_are_neighbors_and_go_on_on_their_own():
-    batch, _, environment = run(TWO_CALLS, n=2)
+    batch, _, echo = run(TWO_CALLS, n=2)
     assert batch.batch["responses"][:, 0].tolist() == [31, 31, 41, 41]
-    assert environment.shown == [[([31, CALL], "a")]] * 2 + [[([32, 33, CALL], "a")]] * 2 and batch.meta_info["n"] == 2
-
-
-def test_a_response_ends_after_the_last_turn_that_is_allowed():
-    batch, policy, environment = run(TWO_CALLS, max_turns=2)
-    assert batch.batch["responses"][0].tolist() == [31, CALL, 90, 51, 32, 33, CALL, PAD, PAD, PAD]
-    assert len(environment.shown) == 1 and len(policy.contexts) == 3
-    assert batch.batch["truncated"].tolist() == [True, False]
-
-
-def test_a_reply_without_room_for_another_turn_is_left_out():
-    long = [*range(31, 38), CALL]
-    batch, _, _ = run([(FIRST, long), (SECOND, [EOS])])
-    assert batch.batch["responses"][0].tolist() == [*long, PAD, PAD]
-    assert batch.batch["response_mask"][0].tolist() == [1] * 8 + [0] * 2
-    assert batch.batch["truncated"].tolist() == [True, False]
+    assert echo.replied_to == [([31, CALL], "a")] * 2 + [([32, 33, CALL], "a")] * 2 and batch.meta_info["n"] == 2
 
 
 def test_all_turns_together_are_at_most_as_long_as_a_response():
@@ -190,41 +174,6 @@ def test_a_turn_without_room_beside_another_goes_on_in_the_next_call():
     assert rows.batch["response_mask"][1].tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 0, 0]
     assert rows.meta_info["metrics"]["multi_turn/turns_max"] == 2.0
     assert rows.batch["truncated"].tolist() == [False, False]
-
-
-def test_the_environment_can_end_a_response_and_reply_at_its_stop_token():
-    class Once:
-        stop_token_ids = (EOS,)
-
-        def reply(self, conversations):
-            return [None if conversation.turns > 1 else [90] for conversation in conversations]
-
-    script = [(FIRST, [31, EOS]), ([*FIRST, 31, EOS, 90], [32, EOS]), (SECOND, [EOS]), ([*SECOND, EOS, 90], [EOS])]
-    batch, _, _ = run(script, Once())
-    assert batch.batch["responses"][:, :5].tolist() == [[31, EOS, 90, 32, EOS], [EOS, 90, EOS, PAD, PAD]]
-    assert batch.batch["truncated"].tolist() == [False, False]
-
-
-def test_an_environment_that_fails_costs_the_response_alone():
-    class Silent(Echo):
-        def reply(self, conversations):
-            return []
-
-    batch, _, _ = run(TWO_CALLS, Silent())
-    assert batch.batch["failed"].tolist() == [True, False] and batch.meta_info["metrics"]["episodes/raised"] == 1.0
-    assert batch.batch["response_mask"].sum(1).tolist() == [0, 2]
-
-
-def test_an_environment_is_chosen_by_name_with_its_options(monkeypatch):
-    monkeypatch.setitem(ENVIRONMENTS._entries, "echo", lambda tokenizer, loud=False: (tokenizer, loud))
-    assert make_environment(MultiTurnConfig(), "tokenizer") is None
-    assert make_environment(MultiTurnConfig("echo", {"loud": True}), "tokenizer") == ("tokenizer", True)
-    with pytest.raises(ConfigError) as caught:
-        make_environment(MultiTurnConfig("echo", {"lowd": True}), "tokenizer")
-    assert caught.value.key == "multi_turn.options"
-    with pytest.raises(ConfigError) as caught:
-        make_environment(MultiTurnConfig("ecko"), "tokenizer")
-    assert (caught.value.key, caught.value.value) == ("multi_turn.environment", "ecko")
 
 
 def test_a_conversation_knows_its_last_turn():

@@ -45,14 +45,8 @@ def of_actor(**settings: Any) -> ActorConfig:
         (FilterGroupsConfig, {"max_batches": 3}, "algorithm.filter_groups.max_batches", {"enable": True}),
         (OverlongConfig, {"penalty": 0.5}, "algorithm.overlong.penalty", {"buffer": 4}),
         (OverlongConfig, {"buffer": 4, "penalty": 0.0}, "algorithm.overlong.buffer", {"penalty": 1.0}),
-        (MultiTurnConfig, {"max_turns": 3}, "multi_turn.max_turns", {"environment": "mine"}),
         (MultiTurnConfig, {"timeout_s": 3.0}, "multi_turn.timeout_s", {"episode": "mine:episode"}),
-        (
-            MultiTurnConfig,
-            {"processes": 3, "environment": "a"},
-            "multi_turn.processes",
-            {"environment": None, "episode": "a:b"},
-        ),
+        (MultiTurnConfig, {"processes": 3}, "multi_turn.processes", {"episode": "mine:episode"}),
         (MultiTurnConfig, {"options": {"a": 1}}, "multi_turn.options", {"episode": "mine:episode"}),
         (KLControlConfig, {"horizon": 3}, "algorithm.kl_ctrl.horizon", {"type": "adaptive"}),
         (
@@ -82,7 +76,7 @@ def of_actor(**settings: Any) -> ActorConfig:
         (ProfileConfig, {"nsys": True}, "trainer.profile.nsys", {"steps": (1,)}),
         (
             TrainerConfig,
-            {"asynchronous": AsynchronousConfig(stale="drop")},
+            {"asynchronous": AsynchronousConfig(take="in_order")},
             "trainer.asynchronous",
             {"max_staleness": 2},
         ),

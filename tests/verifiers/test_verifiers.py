@@ -18,9 +18,8 @@ from trainer import Callback, RayPPOTrainer, TrajectoryRollout
 from trainer.config import MultiTurnConfig
 from trainer.data.config import DatasetConfig
 from trainer.data.sources import load_records
-from trainer.rollout.turns import make_episodes
 from trainer.run.config import read_run_config
-from trainer.run.parts import make_parts
+from trainer.run.parts import make_episodes, make_parts
 
 ENVIRONMENT = "tests.verifiers.environment"
 pytestmark = pytest.mark.processes  # the package calls uname

@@ -15,8 +15,8 @@ from trainer.config import MultiTurnConfig
 from trainer.rollout.server.chat_requests import ChatRequest
 from trainer.rollout.server.sessions import ChatSession, Turn
 from trainer.rollout.server.tool_calls import ToolFormat, tool_format
-from trainer.rollout.turns import make_episodes
 from trainer.run.hf_tokenizer import HuggingFaceTokenizer
+from trainer.run.parts import make_episodes
 
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "F.", "parameters": PARAMETERS}}]

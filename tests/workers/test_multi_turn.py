@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from mcontroller.data.batch import DataProto
 from mcontroller.testing import SimulatedGroupMaker
 from parallel_state.layout import ParallelLayout
 from tests.workers.roles import MODEL, OPTIM, PROMPT, SAMPLED, prompts
-from trainer.rollout.turns import MultiTurnRollout
+from trainer.rollout.episodes import Episodes
+from trainer.rollout.trajectory import Trajectory
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
 
@@ -19,13 +21,13 @@ REPLY = [58, 59, 60]
 LONGEST, ROWS, SAMPLES = 16, 5, 2
 
 
-class ManyCalls:
+async def many_calls(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
     """Two thirds of the vocabulary end a turn, so that most responses have several."""
-
-    stop_token_ids = range(20, 60)
-
-    def reply(self, conversations: Any) -> list[list[int]]:
-        return [REPLY] * len(conversations)
+    made = await rollout.submit(problem["prompt_ids"], stop_token_ids=range(20, 60))
+    while made.ended == "turn" and made.turns < 4 and len(made.tokens) + len(REPLY) < LONGEST:
+        made.replied(REPLY)
+        made = await rollout.submit(made, stop_token_ids=range(20, 60))
+    return made
 
 
 def a_group(
@@ -46,7 +48,7 @@ def a_group(
 
 
 def responses_of(group: Any) -> DataProto:
-    return MultiTurnRollout(ManyCalls(), 4)(prompts(ROWS, SAMPLED), group.generate_sequences)
+    return Episodes(many_calls, processes=0)(prompts(ROWS, SAMPLED), group.generate_sequences)
 
 
 def test_log_probs_of_the_policys_tokens_are_those_of_the_whole_sequence(simulated_group: SimulatedGroupMaker) -> None:
@@ -67,7 +69,7 @@ def test_log_probs_of_the_policys_tokens_are_those_of_the_whole_sequence(simulat
     assert torch.equal(alone.batch["response_mask"], batch.batch["response_mask"])
 
 
-def test_the_tokens_of_the_environment_are_no_targets_of_the_loss(simulated_group: SimulatedGroupMaker) -> None:
+def test_the_tokens_of_replies_are_no_targets_of_the_loss(simulated_group: SimulatedGroupMaker) -> None:
     group = a_group(simulated_group, ParallelLayout(1), {})
     batch = responses_of(group)
     mask, inside = batch.batch["response_mask"], batch.batch["attention_mask"][:, PROMPT:]

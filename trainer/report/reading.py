@@ -95,7 +95,6 @@ def read_run(directory: Path) -> RunFiles:
         raise DataError(f"{directory} contains no run: {expected}", path=str(directory))
     config = _object(directory / "config.yaml")
     summary = read_summary(directory)
-    config = (summary.get("processes") or [{}])[-1].get("config") or config  # a resumed run may have changed it
     given = (config.get("trainer") or {}).get("default_local_dir") or "checkpoints"
     checkpoints = moved_path(given, config.get("run_dir") or directory.absolute(), directory)
     failures = checkpoints / "failures.jsonl"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,7 +68,7 @@ class HelperProcess:
             os.close(ends)
 
     @classmethod
-    def start(cls, code: str, first: Any, imports: str, key: str) -> HelperProcess:
+    def start(cls, code: str, first: Any, imports: str, key: str, message_s: float) -> HelperProcess:
         """Start a process, wait until it has imported the functions, and return it.
 
         Args:
@@ -73,6 +76,8 @@ class HelperProcess:
             first: the message that it gets. It answers None, or the text of an error.
             imports: what it imports, for error messages.
             key: the configuration key that names it.
+            message_s: [s] longest time that a message takes, after which it raises OSError: a process that is blocked
+                neither reads one nor completes it.
 
         Raises:
             ConfigError: the process answers with an error, ends, or does not answer.
@@ -89,6 +94,9 @@ class HelperProcess:
                 helper.close()
         if error is not None:
             raise ConfigError(error, key=key)
+        with socket.fromfd(helper.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+            for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(message_s), 0))
         return helper
 
     def wait(self) -> int:

@@ -7,8 +7,6 @@ import contextlib
 import inspect
 import math
 import numbers
-import socket
-import struct
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -295,10 +293,7 @@ class ScoringProcesses:
         if self._closed:
             raise ConfigError("the processes of the reward functions were closed", key="rewards.functions")
         first = self.functions, self.timeout_s
-        server = HelperProcess.start(SERVER, first, "the reward functions", "rewards.functions")
-        with socket.fromfd(server.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
-            for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(self.timeout_s), 0))
+        server = HelperProcess.start(SERVER, first, "the reward functions", "rewards.functions", self.timeout_s)
         self._servers.append(server)
         if self._closed:  # meanwhile, by another thread
             server.kill()

@@ -11,8 +11,6 @@ import copy
 import logging
 import math
 import pickle
-import socket
-import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +19,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, MControllerError
 from trainer.columns import EPISODE_SCORES, FAILED, columns
+from trainer.data.prompts import Demonstration
+from trainer.data.tokenizers import TextTokenizer
 from trainer.rewards.helper_process import HelperProcess
 from trainer.rollout.episode_loop import SERVER, EpisodeLoop, load_episode, text_of
 from trainer.rollout.made_tokens import FAILURE_KINDS, EpisodeError, Turn, checked_trajectory
@@ -54,13 +54,25 @@ def outcome_columns(made: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
     return {FAILED: torch.tensor(failed), EPISODE_SCORES: torch.tensor(scores, dtype=torch.float32)}
 
 
+@runtime_checkable
+class Demonstrating(Protocol):
+    """The optional method of an episode's class that shows responses of several turns to the supervised phase."""
+
+    def demonstrate(self, problem: Mapping[str, Any], tokenizer: TextTokenizer) -> Demonstration:
+        """Return a right response to a problem, with what the policy is replied to in it.
+
+        Args:
+            problem: ``prompt``, ``answer`` and ``record`` of the problem.
+            tokenizer: of the policy.
+        """
+
+
 @dataclass(eq=False)
 class _Running:
     number: int
     problem: Mapping[str, Any]
     seed: int
     future: Future[Trajectory]
-    key: Any
     turns: dict[int, Turn] = field(default_factory=dict)
     alone: bool = False
     host: _Host | None = None
@@ -100,14 +112,11 @@ class _Host:
 
 
 class _ProcessHost(_Host):
-    """Runs episodes in another process. A message that it neither reads nor completes raises OSError after a while."""
+    """Runs episodes in another process."""
 
     def __init__(self, helper: HelperProcess) -> None:
         super().__init__()
         self._helper, self.connection = helper, helper.connection
-        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(STALL_S), 0))
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.connection.send(message)
@@ -139,6 +148,7 @@ class Episodes:
         timeout_s: [s] longest time that an episode may take between two turns of the policy.
 
     Attributes:
+        function: the episode with its options.
         failed, restarted: numbers of episodes.
         replaced: the number of processes that were lost.
         rollout: generates the turns.
@@ -166,6 +176,7 @@ class Episodes:
                 "such as 'my_module:episode', or processes=0",
                 key="multi_turn.episode",
             )
+        self.function = loaded
         self._loop = partial(EpisodeLoop, loaded, tokenizer)
         self._begin_empty()
 
@@ -211,7 +222,7 @@ class Episodes:
 
     def _process(self) -> _ProcessHost:
         first = self.episode, self.options, self.tokenizer
-        return _ProcessHost(HelperProcess.start(SERVER, first, "the episode", "multi_turn.episode"))
+        return _ProcessHost(HelperProcess.start(SERVER, first, "the episode", "multi_turn.episode", STALL_S))
 
     @property
     def busy(self) -> bool:
@@ -219,21 +230,20 @@ class Episodes:
         can_begin = bool(self._waiting) and len(self._running) < self.concurrency
         return can_begin or not all(running.waits for running in self._running.values())
 
-    def start(self, problem: Mapping[str, Any], seed: int, *, key: Any = None) -> Future[Trajectory]:
+    def start(self, problem: Mapping[str, Any], seed: int) -> Future[Trajectory]:
         """Start an episode, and return the future of its trajectory; ``cancel()`` stops it at the next ``pump``.
 
         Args:
             problem: the columns of a problem, and ``prompt_ids``, the token ids of its prompt.
             seed: of the random numbers of its responses, 64 bits, signed. Its first prompt has this one; others, and
                 further branches of a response, get seeds that are mixed from it.
-            key: what the program knows it by; its request ``r`` is submitted with the key ``f"{key}/{r}"``.
 
         Raises:
             ConfigError: ``connect`` was not called.
         """
         self._connected()
         self._started += 1
-        running = _Running(self._started, problem, seed, Future(), key)
+        running = _Running(self._started, problem, seed, Future())
         self._waiting.append(running)
         return running.future
 
@@ -466,7 +476,6 @@ class Episodes:
                 del running.turns[request]
                 self._send(host, ("failed", running.number, request, error))
                 return
-            turn.submitted.key = f"{running.key}/{request}"
             turn.submitted.add_done_callback(lambda done: self._made.put((running, request)))
 
     @staticmethod

@@ -49,10 +49,7 @@ class Submitted(Request):
 
     Attributes:
         trajectory: as passed.
-        key: what the program knows it by.
     """
-
-    key: Any = None
 
     def __init__(
         self,

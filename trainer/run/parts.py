@@ -11,7 +11,7 @@ from typing import Any
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
 from mcontroller.files import check_new_directory
-from trainer.config import ValidationConfig
+from trainer.config import MultiTurnConfig, ValidationConfig
 from trainer.data.prompts import Demonstrations, PromptRows, answer_of, demonstrations_of
 from trainer.data.sources import Records, load_records
 from trainer.data.stream import BatchStream, Mixture
@@ -23,8 +23,8 @@ from trainer.rewards.processes import LoadedFunction, Sample
 from trainer.rewards.reward import CombineRewards, weighted_sum
 from trainer.rewards.trial import right_response
 from trainer.roles import Role, check_generates_alone, check_roles, role_workers
-from trainer.rollout.episodes import Episodes
-from trainer.rollout.turns import Demonstrating, MultiTurnRollout, make_environment, make_episodes
+from trainer.rollout.episodes import Demonstrating, Episodes
+from trainer.rollout.server.tool_calls import TOOL_FORMATS, tool_format
 from trainer.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from trainer.run.config import RunConfig
 from trainer.run.pools import check_layout, pool_errors, pools_of, role_layouts
@@ -35,7 +35,7 @@ from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ModelConfig, RolloutConfig
 from workers.config.trained_weights import base_is_frozen
 from workers.critic import CriticWorker
-from workers.generate.vllm.interpreter import interpreter_of
+from workers.generate.vllm.interpreter import interpreter_of, is_present
 from workers.losses.registry import POLICY_LOSSES
 from workers.planning import is_planned
 from workers.reward import RewardModelWorker
@@ -55,7 +55,7 @@ class RunParts:
         prompts: the problems of all data sets by their keys in the configuration.
         warm_up: demonstrations, if there is a supervised phase.
         rewards: the reward functions, if there are any.
-        rollout_fn: generates responses of several turns, if there is an environment or an episode.
+        rollout_fn: makes responses of several turns, if there is an episode.
         combine: makes one score of the functions' and the reward model's, if there are both.
         roles: the worker class of every role.
         training_sets: the keys of the data sets that are trained on.
@@ -189,21 +189,19 @@ def make_parts(config: RunConfig) -> RunParts:
         attempt(partial(LoadedFunction, function, f"rewards.functions.{name}"))
     problems = read_problems(config, errors)
     tokenizer, problem_rows = problems.tokenizer, problems.train
-    environment, episodes = None, None
+    episodes = None
     if tokenizer is not None:
         attempt(lambda: check_vocabulary(config, tokenizer))
-        environment = attempt(partial(make_environment, config.multi_turn, tokenizer))
         episodes = attempt(partial(make_episodes, config.multi_turn, tokenizer, _vllm_python(config)))
-        if environment is not None:
-            episodes = MultiTurnRollout(environment, config.multi_turn.max_turns)
     attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), episodes))
     if problem_rows is not None:
         name = "data.mixture" if config.data.mixture else "data.train"
         attempt(partial(BatchStream, problem_rows, config.data.train_batch_size, config.data.seed, name))
     if config.reward_model is None and config.multi_turn.episode is None:
         attempt(lambda: check_functions(config.rewards))
-    demonstrate = environment.demonstrate if isinstance(environment, Demonstrating) else None
-    demonstrations = None
+    demonstrate, demonstrations = None, None
+    if episodes is not None and isinstance(episodes.function, Demonstrating):
+        demonstrate = partial(episodes.function.demonstrate, tokenizer=tokenizer)
     if config.warm_up.steps and problem_rows is not None:
         shown = [problems.prompts[key] for key in config.data.training_sets()]
         longest = config.actor_rollout_ref.rollout.response_length
@@ -226,6 +224,35 @@ def make_parts(config: RunConfig) -> RunParts:
         roles=roles,
         prompts=problems.prompts,
         training_sets=[*config.data.training_sets()],
+    )
+
+
+def make_episodes(config: MultiTurnConfig, tokenizer: Any, vllm_python: str | None = None) -> Episodes | None:
+    """Return the episodes of a configuration, if it names a function.
+
+    Args:
+        config: of turns and episodes.
+        tokenizer: of the policy.
+        vllm_python: the interpreter of the engines if they are vLLM's.
+
+    Raises:
+        ConfigError: the function cannot be imported, is not async, or does not take the options; vLLM has no such
+            parser of tool calls.
+    """
+    if config.episode is None:
+        return None
+    options, parser = dict(config.options), config.options.get("tool_calls")
+    if parser is not None and parser not in TOOL_FORMATS:
+        python = options.setdefault("vllm_python", vllm_python)
+        if python is None or (is_present(python) and not is_planned()):
+            tool_format(parser, tokenizer, python)
+    return Episodes(
+        config.episode,
+        options,
+        tokenizer=tokenizer,
+        processes=config.processes,
+        concurrency=config.concurrency,
+        timeout_s=config.timeout_s,
     )
 
 

@@ -7,16 +7,30 @@ examples: mcontroller resume runs/20260101-120000
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from mcontroller.config.load import given_values
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import moved_path
-from trainer.report.reading import read_summary
 from trainer.run.config import CONFIG_FILE, RunConfig, check_files, read_run_config
+from workers.config import RoleConfig
+
+FIXED = {"run_dir": "it is RUN_DIR", "trainer.resume": "it is true"}
+"""Keys that a resumed run cannot change, and why."""
+REFERRED = dict.fromkeys(
+    ("model", "layout", "seed"), "the fields that refer to it have its value in config.yaml: set these"
+)
+"""Keys that a run cannot change once its configuration is written, without references, and why."""
+CHANGEABLE = {
+    *("max_sequence_length", "attention_dropout", "hidden_dropout", "init_method_std", "dtype", "seed"),
+    *("hf_path", "provider", "family", "verify_load", "transformer_impl", "transformer", "freeze", "train_only"),
+}
+"""Fields of a trained model that a resumed run can change; with others, its weights would compute something else."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Continue the run, and return the exit status."""
-    overrides = [*arguments.overrides, "trainer.resume=true"]
-    config = config_of_run(arguments.directory, overrides)
+    check_overrides(arguments.overrides, FIXED)
+    config = config_of_run(arguments.directory, [*arguments.overrides, "trainer.resume=true"])
+    check_models(config_of_run(arguments.directory, []), config)
     check_files(config)
     from trainer.run.training import train, until_interrupted  # torch, Megatron and Ray: seconds
 
@@ -36,14 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def config_of_run(directory: str, overrides: list[str]) -> RunConfig:
-    """Return the configuration of a run, for the place where its directory is now, and as long as it was to be last.
+    """Return the configuration of a run, for the place where its directory is now.
 
-    Checkpoints that were inside of it have moved with it; others are where the configuration says. The steps are those
-    of the last process of the run, which may have been resumed with more.
+    Checkpoints that were inside of it have moved with it; others are where the configuration says.
 
     Raises:
-        DataError: the directory contains no run, or a file of it is damaged.
+        ConfigError: an override is of a key of ``REFERRED``.
+        DataError: the directory contains no run.
     """
+    check_overrides(overrides, REFERRED)
     path = Path(directory).resolve()
     if not (path / CONFIG_FILE).is_file():
         raise DataError(f"{directory} contains no run: there is no {path / CONFIG_FILE}", path=str(path))
@@ -51,8 +67,38 @@ def config_of_run(directory: str, overrides: list[str]) -> RunConfig:
     trainer = recorded.get("trainer")
     checkpoints = trainer.get("default_local_dir") if isinstance(trainer, Mapping) else None
     place = moved_path(str(checkpoints or "checkpoints"), str(recorded.get("run_dir") or path), path)
-    processes = read_summary(path).get("processes") or [{}]
-    last = (processes[-1].get("config") or {}).get("trainer") or {}
-    length = [f"trainer.{name}={last[name]}" for name in ("total_training_steps", "epochs") if name in last]
     moved = [f"run_dir={path}", f"trainer.default_local_dir={place}"]
-    return read_run_config(path / CONFIG_FILE, [*moved, *length, *overrides])
+    return read_run_config(path / CONFIG_FILE, [*moved, *overrides])
+
+
+def check_overrides(overrides: Iterable[str], fixed: Mapping[str, str]) -> None:
+    """Raise ConfigError for an override of a key that is fixed, or of a field below it.
+
+    Args:
+        overrides: ``key.of.a.field=value``.
+        fixed: why each of these keys cannot change.
+    """
+    for override in overrides:
+        key, _, value = override.partition("=")
+        for name, reason in fixed.items():
+            if f"{key}.".startswith(f"{name}."):
+                text = f"{override}: {name} cannot change when a run goes on; {reason}"
+                raise ConfigError(text, key=key, value=value)
+
+
+def check_models(before: RunConfig, after: RunConfig) -> None:
+    """Raise ConfigError if a trained role has another model than the checkpoints of the run."""
+    for role in ("actor_rollout_ref", "critic"):
+        models = [_fixed_fields(config.sections()[role]) for config in (before, after) if role in config.sections()]
+        for name, trained in models[0].items() if len(models) == 2 else ():
+            if (given := models[1][name]) != trained:
+                key = f"{role}.model.{name}"
+                text = f"{key} is {given}, and the weights of the run were trained with {trained}: leave it out"
+                raise ConfigError(text, key=key, value=given)
+
+
+def _fixed_fields(role: RoleConfig) -> dict[str, Any]:
+    model = dataclasses.asdict(role.model)
+    if model["lora"] is not None:
+        del model["lora"]["path"]  # where the adapter was before the first step
+    return {name: value for name, value in model.items() if name not in CHANGEABLE}

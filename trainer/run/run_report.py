@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import shlex
@@ -24,7 +23,6 @@ from mcontroller.files import replace_text
 from mcontroller.trace.reading import read_trace
 from mcontroller.trace.recorder import FOLDER
 from mcontroller.trace.summary import end_lines
-from trainer.curves import draw_curves
 from trainer.loop import RayPPOTrainer
 from trainer.report.reading import last_records, read_summary
 from trainer.run.config import RunConfig
@@ -61,7 +59,6 @@ class RunReport:
             "host": socket.gethostname(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "changes": changed_fields(config),
-            "config": dataclasses.asdict(config),
         }
 
     def begin(self) -> None:
@@ -77,8 +74,6 @@ class RunReport:
             lost = f"; {self._done - step} later steps are lost" if self._done > step else ""
             self._print(f"resuming from step {step} of {total}, saved {minutes:.0f} min ago{lost}")
         before = self._before()
-        for earlier in before.get("processes", []):
-            earlier.pop("config", None)
         self._write({**before, "processes": [*before.get("processes", []), process]})
 
     def end_early(self, steps: int) -> None:
@@ -122,16 +117,7 @@ class RunReport:
             self._print(line)
         if self._trainer.trace:
             self._print_trace()
-        self._print(f"run directory: {self._directory}{self._curves()}")
-
-    def _curves(self) -> str:
-        """Draw the curves of the run, and return what its last line says of them."""
-        if not (self._directory / "metrics.jsonl").is_file():
-            return " (curves.png needs the tracker jsonl)"
-        try:
-            return f", with {draw_curves(self._directory).name}"
-        except ImportError:
-            return " (for curves.png: pip install matplotlib)"
+        self._print(f"run directory: {self._directory}; python -m mcontroller report shows it as a page")
 
     def _print_trace(self) -> None:
         if len(list((self._directory / FOLDER).iterdir())) > READ_AT_END:

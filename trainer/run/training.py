@@ -21,10 +21,11 @@ from rich.console import Console
 
 from mcontroller.cli.main import INTERRUPTED
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.files import acquire_lock, check_writable, release_lock
+from mcontroller.files import acquire_lock, check_writable, release_lock, replace_text
 from mcontroller.output import Output
 from mcontroller.trace.recorder import recording
 from trainer.display import ProgressDisplay
+from trainer.lifecycle import Callback, RunLifecycle
 from trainer.loop import RayPPOTrainer
 from trainer.run.config import CONFIG_FILE, RunConfig, tokenizer_files
 from trainer.run.parts import RunParts, chosen_lines, make_parts, roles_of
@@ -91,8 +92,8 @@ def train(config: RunConfig, console: Console) -> Path:
         trainer = make_trainer(config, parts, directory, console)
         if not config.trainer.resume:
             Path(config.trainer.default_local_dir).mkdir(parents=True, exist_ok=True)
-            (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
-            parts.tokenizer.save(directory)
+            write_config(directory, config)
+        parts.tokenizer.save(directory)
         trainer.tokenizer_files = tokenizer_files(directory)
         report.begin()
         try:
@@ -150,7 +151,25 @@ def make_trainer(config: RunConfig, parts: RunParts, directory: Path, console: C
         stateful={DATA: RecordedRows(config, parts.prompts)},
         trackers=make_trackers(config.trackers, run_of_trackers(config, directory)),
         display=ProgressDisplay(console),
+        callbacks=[_LoadedConfig(config, directory)],
     )
+
+
+class _LoadedConfig(Callback):
+    """Writes the configuration of a resumed run when its checkpoint is loaded: only what fits it is kept."""
+
+    def __init__(self, config: RunConfig, directory: Path) -> None:
+        self._config, self._directory = config, directory
+
+    def started(self, trainer: RunLifecycle) -> None:
+        write_config(self._directory, self._config)
+
+
+def write_config(directory: Path, config: RunConfig) -> None:
+    """Write the configuration with which a run goes on into its directory."""
+    content = dataclasses.asdict(config)
+    content["trainer"]["resume"] = False
+    replace_text(directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(content)))
 
 
 def start_ray(config: RunConfig) -> None:

@@ -66,7 +66,7 @@ class TrainedConfig:
     seed: int = 0
     """Seed of the mini-batches."""
     timeout_s: float = 7200.0
-    """[seconds] Timeout of the rendezvous and of collectives, longer than any stage of a step.
+    """[seconds] Timeout of the rendezvous, of collectives, and of the calls of a run, longer than any stage of a step.
 
     Ranks wait in a collective while others of their group generate, start an engine or read files.
     """
@@ -271,7 +271,7 @@ class RewardConfig:
     packed: bool = False
     """Concatenate the rows of a pass into one sequence without padding."""
     timeout_s: float = 7200.0
-    """[seconds] Timeout of the rendezvous and of collectives, longer than any stage of a step.
+    """[seconds] Timeout of the rendezvous, of collectives, and of the calls of a run, longer than any stage of a step.
 
     Ranks wait in a collective while others of their group generate, start an engine or read files.
     """

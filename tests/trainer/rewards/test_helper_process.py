@@ -32,7 +32,7 @@ def test_a_process_whose_program_ends_before_its_first_message_ends_without_an_e
 @pytest.mark.parametrize(("end", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", -9), ("os._exit(3)", 3)])
 def test_a_process_that_ends_while_it_starts_is_an_error(end: str, code: int) -> None:
     with pytest.raises(ConfigError) as raised:
-        HelperProcess.start(f"import os, signal; {end}", None, "nothing", "rewards.functions")
+        HelperProcess.start(f"import os, signal; {end}", None, "nothing", "rewards.functions", 1.0)
     assert raised.value.key == "rewards.functions" and f"exit code {code} " in str(raised.value)
 
 

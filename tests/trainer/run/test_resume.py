@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,15 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from mcontroller.cli.main import INTERRUPTED, main
-from mcontroller.errors import ConfigError, DataError
+from mcontroller.errors import CallTimeout, ConfigError, DataError
+from mcontroller.testing import is_late, mock_worker_group
 from tests.trainer.run.test_check_run import config_file  # noqa: F401 - a fixture
+from trainer.loop import RayPPOTrainer
 from trainer.report.reading import read_run
-from trainer.run import training
+from trainer.run import resume_verb, training
 from trainer.run.config import read_run_config
 from trainer.run.parts import make_parts
+from trainer.run.pools import pools_of
 from trainer.run.recorded_rows import RecordedRows
 from trainer.run.resume_verb import config_of_run
 from trainer.saving.run_record import RunRecord, RunState, SavedStep, read_record, write_record
@@ -89,6 +94,20 @@ def test_a_run_is_not_resumed_with_fewer_steps_than_it_has(make_run: MakeRun) ->
     assert (caught.value.fields["key"], caught.value.fields["value"]) == ("trainer.total_training_steps", 5)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("run_dir=x", "trainer.resume=false", "seed=1", "layout=2", "model.hf_path=x"),
+        "actor_rollout_ref.model.num_attention_heads=8",  # the weights have the same shapes
+    ],
+)
+def test_what_a_resumed_run_cannot_change_is_rejected_by_name(make_run: MakeRun, override: str) -> None:
+    arguments = argparse.Namespace(directory=str(make_run("checkpoints")), overrides=[override])
+    with pytest.raises(ConfigError) as caught:
+        resume_verb.run(arguments)
+    assert (caught.value.fields["key"], str(caught.value.fields["value"])) == tuple(override.split("="))
+
+
 @pytest.mark.parametrize("again", ["trainer.resume=true", "trainer.asynchronous.replay={saves}"])
 def test_a_run_goes_on_with_the_rows_that_it_began_with(make_run: MakeRun, again: str) -> None:
     run = make_run("checkpoints")
@@ -122,19 +141,12 @@ def test_a_replay_begins_at_the_oldest_checkpoint_if_earlier_records_are_deleted
     configs = []
     monkeypatch.setattr(training, "train", lambda config, console: configs.append(config))
     run = make_run("checkpoints")
-    resumed = {
-        "command": "resume",
-        "config": {"trainer": {"total_training_steps": 70}},
-    }  # further than config.yaml says
-    (run / "summary.json").write_text(json.dumps({"processes": [{"command": "train"}, resumed]}))
-    assert config_of_run(str(run), []).trainer.total_training_steps == 70
-    assert config_of_run(str(run), ["trainer.total_training_steps=80"]).trainer.total_training_steps == 80
     save(run / "checkpoints", 3)
     (run / "checkpoints" / "actor" / "global_step_3").mkdir(parents=True)
     (run / "checkpoints" / "trajectories").mkdir()
     (run / "checkpoints" / "trajectories" / f"{oldest:08d}.npz").touch()
     ahead = ["rollout=${actor_rollout_ref}", "trainer.max_staleness=2", "pool.process_on_nodes=[8]"]
-    ahead.append("algorithm.importance.level=token")
+    ahead += ["algorithm.importance.level=token", "trainer.total_training_steps=70"]
     assert main(["train", "--replay", str(run), *ahead]) == 0
     replay = Path(f"{run}-replay")
     [config] = configs
@@ -187,3 +199,21 @@ def test_a_new_run_is_not_saved_over_another_one(config_file: Path, tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         training.train(config, Console())
     assert caught.value.fields["key"] == "trainer.default_local_dir"
+
+
+def test_a_call_of_a_run_that_hangs_fails_after_the_timeout_of_its_role(config_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    settings = ["actor_rollout_ref.timeout_s=9", "actor_rollout_ref.parallel.tp=1", "pool.process_on_nodes=[2]"]
+    config = read_run_config(config_file, settings).within(tmp_path)
+    parts = make_parts(config)
+    trainer = RayPPOTrainer(
+        config,
+        parts.tokenizer,
+        parts.roles,
+        pools_of(config, parts.roles),
+        lambda pool, init, name_prefix: mock_worker_group(init, 2, name=name_prefix, failures={1: is_late(10.0)}),
+        parts.rewards,
+        train_dataset=parts.train,
+    )
+    with trainer, closing(parts), pytest.raises(CallTimeout) as caught:
+        trainer.init_workers()
+    assert (caught.value.role, caught.value.ranks, caught.value.timeout) == ("actor", (1,), 9.0)

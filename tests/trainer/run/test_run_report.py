@@ -12,8 +12,6 @@ import pytest
 from rich.console import Console
 
 from tests.trainer.run.test_check_run import config_file  # noqa: F401 - a fixture
-from trainer.curves import draw_curves
-from trainer.report.reading import read_run
 from trainer.run import run_report
 from trainer.run.config import read_run_config
 from trainer.run.run_report import SUMMARY, RunReport, rows_of
@@ -48,20 +46,6 @@ def test_a_run_says_what_started_it_what_is_saved_and_how_to_go_on(config_file: 
     assert printed.getvalue().endswith("resuming from step 65 of 120, saved 0 min ago; 2 later steps are lost\n")
 
 
-@pytest.mark.processes
-def test_the_configuration_of_a_resumed_run_is_that_of_its_last_process(config_file: Path, tmp_path: Path) -> None:  # noqa: F811
-    (tmp_path / "checkpoints").mkdir()
-    for number, steps in enumerate((120, 200)):
-        overrides = [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={tmp_path / 'checkpoints'}"]
-        config = read_run_config(config_file, overrides)
-        write_record(tmp_path / "checkpoints", RunRecord(SavedStep({}, RunState(65, 0.0))))
-        trainer = dataclasses.replace(config.trainer, resume=bool(number))
-        RunReport(tmp_path, dataclasses.replace(config, trainer=trainer), Console(file=io.StringIO())).begin()
-    assert read_run(tmp_path).config["trainer"]["total_training_steps"] == 200
-    earlier, last = json.loads((tmp_path / SUMMARY).read_text())["processes"]
-    assert "config" in last and "config" not in earlier
-
-
 def test_the_table_of_stages_has_no_negative_zero() -> None:
     assert rows_of({"reward": 0.1, "overlapped": -0.1, "update": 20.0}, 20.0) == [
         ("update", 20.0),
@@ -86,8 +70,3 @@ def test_damaged_files_of_an_earlier_process_do_not_end_a_run(
         report.begin()
     assert f"{tmp_path / SUMMARY} is damaged" in caplog.text and len(caplog.messages) == 1
     assert run_report._last_step(tmp_path / "metrics.jsonl") == 3
-    (tmp_path / "trained").mkdir()
-    (tmp_path / "trained" / "metrics.jsonl").write_text(
-        '{"global_step": 1, "phase": "train", "train/score": 0.5}\nnull\n{"a"'
-    )
-    assert draw_curves(tmp_path / "trained").is_file()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import ray
+import yaml
 
 pytestmark = pytest.mark.processes
 
@@ -131,7 +132,9 @@ def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder,
     assert (settings["r"], settings["lora_alpha"]) == (2, 4)
     assert settings["base_model_name_or_path"] == str(folder / SNAPSHOT)
     # The record of the run names the revision, so that it is the one that a resumed run and an export read.
-    assert f"hf_path: {folder / SNAPSHOT}\n" in (folder / "out" / "config.yaml").read_text()
+    config = yaml.safe_load((folder / "out" / "config.yaml").read_text())
+    assert config["actor_rollout_ref"]["model"]["hf_path"] == str(folder / SNAPSHOT)
+    assert (config["trainer"]["total_training_steps"], config["trainer"]["resume"]) == (2, False)
 
 
 REPLAY = """

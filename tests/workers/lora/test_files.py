@@ -24,6 +24,18 @@ from workers.config.trained_weights import adapter_target
 ADAPTER = "adapter_model.safetensors"
 
 
+@pytest.fixture
+def family() -> str:
+    """The model of tests that name none."""
+    return "qwen3"
+
+
+@pytest.fixture
+def path(family: str, checkpoints: dict[str, Path], tmp_path: Path) -> Path:  # noqa: F811
+    """A checkpoint with an adapter, which a test may change."""
+    return Path(shutil.copytree(checkpoints[family], tmp_path / "model"))
+
+
 def config_of(path: Path, **lora: Any) -> ActorConfig:
     model = {"hf_path": str(path), "dtype": "float32", "lora": {"path": str(path / "adapter")} | lora}
     return load_config(ActorConfig, {"model": model}, SHORT)
@@ -77,11 +89,7 @@ def test_adapter_is_exported_as_it_was_loaded_and_the_model_merged(
 
 
 @pytest.mark.simulated
-def test_adapter_of_another_base_is_rejected_before_processes_start(
-    checkpoints: dict[str, Path],  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    path = shutil.copytree(checkpoints["qwen3"], tmp_path / "model")
+def test_adapter_of_another_base_is_rejected_before_processes_start(path: Path, tmp_path: Path) -> None:
     run_ranks(exported, 1, path, {}, tmp_path / "out")
     shutil.rmtree(path / "adapter")
     shutil.copytree(tmp_path / "out" / "adapter", path / "adapter")
@@ -123,10 +131,8 @@ def test_adapter_that_is_not_supported_is_rejected_by_name(
     of_peft: dict[str, Any],
     lora: dict[str, Any],
     key: str,
-    checkpoints: dict[str, Path],  # noqa: F811
-    tmp_path: Path,
+    path: Path,
 ) -> None:
-    path = shutil.copytree(checkpoints["qwen3"], tmp_path / "model")
     file = path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | of_peft))
     with pytest.raises(ConfigError) as caught:
@@ -236,11 +242,7 @@ NO_FACTORS = (
 
 
 @pytest.mark.simulated
-def test_tensors_that_are_no_factors_are_rejected(
-    checkpoints: dict[str, Path],  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    path = shutil.copytree(checkpoints["qwen3"], tmp_path / "model")
+def test_tensors_that_are_no_factors_are_rejected(path: Path) -> None:
     config = with_tensors(path, dict.fromkeys(NO_FACTORS, (3, 61)))
     ((_, unused),) = run_ranks(loading_error, 1, config)
     assert unused == sorted(f"base_model.model.{name}" for name in NO_FACTORS)
@@ -256,15 +258,12 @@ def test_tensors_that_are_no_factors_are_rejected(
     ],
 )
 def test_factors_of_a_layer_without_an_adapter_are_rejected(
-    family: str,
     parallel: dict[str, int],
     module: str,
     width: int,
     height: int,
-    checkpoints: dict[str, Path],  # noqa: F811
-    tmp_path: Path,
+    path: Path,
 ) -> None:
-    path = shutil.copytree(checkpoints[family], tmp_path / "model")
     factors = {f"{module}.lora_A.weight": (3, width), f"{module}.lora_B.weight": (height, 3)}
     config = load_config(ActorConfig, with_tensors(path, factors), {"parallel": parallel})
     ActorRolloutRefWorker.check_init(config=config, role="actor")
@@ -273,11 +272,8 @@ def test_factors_of_a_layer_without_an_adapter_are_rejected(
 
 
 @pytest.mark.simulated
-def test_adapter_of_more_experts_than_the_model_has_is_rejected(
-    checkpoints: dict[str, Path],  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    path = shutil.copytree(checkpoints["qwen3_moe"], tmp_path / "model")
+@pytest.mark.parametrize("family", ["qwen3_moe"])
+def test_adapter_of_more_experts_than_the_model_has_is_rejected(path: Path) -> None:
     factors = load_file(path / "adapter" / ADAPTER)
     name = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
     factors[name] = torch.cat([factors[name], factors[name][:3]])
