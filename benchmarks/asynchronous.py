@@ -1,6 +1,6 @@
 """Asynchronous training (trainer.max_staleness=k): seconds of a step over the bound and over the synchronous run.
 
-    python benchmarks/asynchronous.py [--steps 10] [--share 0.6] [--staleness 0 1 2 4] [--partial continue finish]
+    python benchmarks/asynchronous.py [--steps 10] [--share 0.6] [--staleness 0 1 2 4] [--partial continue finish stop]
     python benchmarks/asynchronous.py --controller 10000
     python benchmarks/asynchronous.py --engine .venv-vllm/bin/python [--requests 200] [--rounds 5] [--gpu 0]
 

@@ -29,7 +29,8 @@ OFFLOAD_CHOICES = ("auto", "always", "never")
 SCORE = "score"
 """The metric that stands for the scores to train on."""
 TAKES = ("completed", "in_order")
-PARTIAL = ("continue", "finish")
+STALE = ("finish", "drop")
+PARTIAL = ("continue", "finish", "stop")
 SCHEDULES = ("live", "simulated")
 
 
@@ -322,8 +323,12 @@ class AsynchronousConfig:
 
     take: str = "completed"
     """Groups of responses that a step trains on: completed (those that ended first), or in_order (of the data)."""
+    stale: str = "finish"
+    """Groups that would become older than max_staleness: finish (the step waits for them), or drop (their tokens are
+    thrown away, and their problems begin again)."""
     partial: str = "continue"
-    """Responses in flight when the weights move: continue (with the new weights), or finish (before they move)."""
+    """Responses in flight when the weights move: continue (with the new weights), finish (before the weights move), or
+    stop (they wait until the responses that begin with the new weights have their tokens)."""
     schedule: str = "live"
     """Order in which responses arrive: live (as it happens), or simulated (a random legal order, the same for one
     seed)."""
@@ -331,13 +336,18 @@ class AsynchronousConfig:
     """Seed of the simulated schedule."""
     replay: str | None = None
     """Directory of a run whose recorded responses this run trains on, in their order. None: it generates."""
+    check_replay: bool = False
+    """Generate the recorded tokens again, and end at the first one that differs."""
 
     def __post_init__(self) -> None:
         check_one_of("trainer.asynchronous.take", self.take, TAKES)
+        check_one_of("trainer.asynchronous.stale", self.stale, STALE)
         check_one_of("trainer.asynchronous.partial", self.partial, PARTIAL)
         check_one_of("trainer.asynchronous.schedule", self.schedule, SCHEDULES)
         if self.schedule == "live":
             check_unused(self, ("seed",), "trainer.asynchronous.", "with schedule=live: set schedule=simulated")
+        if self.replay is None:
+            check_unused(self, ("check_replay",), "trainer.asynchronous.", "without trainer.asynchronous.replay")
 
 
 @strict_fields

@@ -50,7 +50,7 @@ in the order in which groups start."""
 
 CONFIG_KEYS = {role: key for role, (_, key, _) in GROUPS.items()}
 
-PAUSES = {"continue": "keep", "finish": "wait"}
+PAUSES = {"continue": "keep", "finish": "wait", "stop": "abort"}
 """``rollout.vllm.pause`` by ``trainer.asynchronous.partial``."""
 
 

@@ -50,7 +50,7 @@ SETTINGS: Mapping[str, Sequence[str]] = {
         f"trainer.asynchronous={SIMULATED.format(partial=partial)}",
     )
     for staleness in (2, 4)
-    for partial in ("continue", "finish")
+    for partial in ("continue", "finish", "stop")
 }
 """Overrides of ``config.yaml`` by the name in table and plot."""
 

@@ -98,11 +98,10 @@ def test_loads_restore_the_weights_that_were_saved(tmp_path: Path) -> None:
 
 
 def test_a_controller_keeps_nothing_of_trajectories_that_were_trained_on() -> None:
-    costs = asynchronous.controller(in_flight=64, steps=16)
-    assert [cost.rows for cost in costs] == [16] * 16
+    costs = asynchronous.controller(in_flight=64, steps=8)
+    assert [cost.rows for cost in costs] == [16] * 8
     assert all(cost.recorded < 9 * cost.tokens + 4096 for cost in costs)
-    before, after = (min(cost.objects for cost in some) for some in (costs[4:10], costs[10:]))
-    assert after - before < 48  # half of one of each that six steps train on; what is in flight varies
+    assert costs[-1].objects - costs[3].objects < 16  # less than one of each that four steps train on
 
 
 def test_the_reward_beside_trl_is_the_share_of_right_digits() -> None:

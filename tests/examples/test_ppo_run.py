@@ -52,7 +52,7 @@ def test_a_short_run_leaves_config_metrics_events_curves_and_checkpoint(tmp_path
     assert written["global_steps"] == 2 and set(written["groups"]) == {"actor", "critic"}
     for checkpoint in written["groups"].values():
         assert (tmp_path / "checkpoints" / checkpoint / "manifest.json").is_file()
-    assert {"config.yaml", "tokenizer.json", "summary.json"} <= set(os.listdir(tmp_path))
+    assert {"config.yaml", "tokenizer.json", "curves.png", "summary.json"} <= set(os.listdir(tmp_path))
     assert any((tmp_path / "tensorboard").iterdir())
 
 

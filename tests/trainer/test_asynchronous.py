@@ -54,8 +54,11 @@ class Batches(Callback):
 OPTIONS = [
     {},
     {"take": "in_order"},
+    {"stale": "drop"},
     {"partial": "finish"},
+    {"partial": "stop"},
     {"schedule": "live"},
+    {"schedule": "live", "stale": "drop"},
 ]
 
 
@@ -77,6 +80,10 @@ def test_each_problem_is_trained_on_once_and_within_the_staleness(
         assert line["training/staleness_max"] == step - int(versions[mask].min()) <= staleness
     record = [read(path) for path in files(tmp_path)]
     assert [number for taken in record for number in taken.groups] == numbers
+    if options == {"stale": "drop"}:
+        dropped = [taken.dropped_tokens for taken in record]
+        assert dropped == [line["asynchronous/dropped_tokens"] for line in lines]
+        assert staleness > 2 or sum(dropped) > 0
 
 
 def test_each_token_has_the_log_probability_of_the_policy_of_its_version(tmp_path: Path) -> None:
@@ -99,8 +106,8 @@ def test_each_token_has_the_log_probability_of_the_policy_of_its_version(tmp_pat
     assert mixed > 10
 
 
-@pytest.mark.parametrize("partial", ["continue", "finish"])
-def test_responses_in_flight_continue_or_finish_when_the_weights_move(tmp_path: Path, partial: str) -> None:
+@pytest.mark.parametrize("partial", ["continue", "finish", "stop"])
+def test_responses_in_flight_continue_finish_or_stop_when_the_weights_move(tmp_path: Path, partial: str) -> None:
     batches = Batches()
     run(sliced_config(STEPS, tmp_path, partial=partial), callbacks=[batches])
     several = [len(row[row >= 0].unique()) for batch in batches.seen for row in batch.batch["token_versions"]]
@@ -116,7 +123,7 @@ def test_a_replay_generates_nothing_and_has_the_same_weights(tmp_path: Path, opt
     replay, again = run(config, callbacks=[repeated])
     assert table(replay).equal(table(whole)) and SlicedActor.slices == []
     assert f"batch {STEPS} of {STEPS}" in replay.step.generations.summary()
-    for name in ("train/score", "training/staleness_mean"):
+    for name in ("train/score", "training/staleness_mean", "asynchronous/dropped_groups"):
         assert [line[name] for line in again] == [line[name] for line in lines]
     for batch, other in zip(batches.seen, repeated.seen, strict=True):
         expected, actual = batch.tensors(), other.tensors()
@@ -202,6 +209,27 @@ def test_a_replay_that_differs_is_an_error_with_the_first_difference(tmp_path: P
     with pytest.raises(DataError) as caught:
         sliced_trainer(sliced_config(2, tmp_path / "other", replay=str(tmp_path / "none")))
     assert caught.value.path == str(tmp_path / "none")
+
+
+@pytest.mark.parametrize("options", [{}, {"partial": "stop"}, {"stale": "drop"}, {"schedule": "live"}], ids=str)
+def test_a_check_of_a_replay_names_the_first_token_that_is_generated_otherwise(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    run(sliced_config(STEPS, tmp_path / "run", **options))
+    options = {**options, "replay": str(tmp_path / "run"), "check_replay": True}
+    SlicedActor.slices.clear()
+    run(sliced_config(STEPS, tmp_path / "replay", **options))
+    assert len(SlicedActor.slices) > 2
+    path = files(tmp_path / "run")[2]
+    taken = read(path)
+    row = next(row for row, response in enumerate(taken.responses) if len(response.tokens) > 2)
+    expected = taken.responses[row].tokens[1] = (taken.responses[row].tokens[1] + 1) % 5
+    write(path, taken)
+    with pytest.raises(DataError) as caught:
+        run(sliced_config(STEPS, tmp_path / "replay", **options))
+    error = caught.value
+    assert (error.record, error.group, error.response) == (2, taken.groups[row // 2], row % 2)
+    assert (error.position, error.expected) == (1, expected)
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.9])

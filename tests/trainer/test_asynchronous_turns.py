@@ -113,7 +113,7 @@ OPTIONS = [
     ({}, "letters"),
     ({"take": "in_order", "partial": "finish"}, "episode"),
     ({"staleness": 1}, "episode"),
-    ({"partial": "finish"}, "few episodes"),
+    ({"stale": "drop", "partial": "stop"}, "few episodes"),
 ]
 
 
@@ -161,6 +161,13 @@ def test_a_checkpoint_with_turns_in_flight_is_rejected_where_batches_of_one_turn
     assert trainer.global_steps == 3
 
 
+@pytest.mark.parametrize("kind", ["letters", "few episodes"])
+def test_turns_are_generated_again_as_they_were_recorded(tmp_path: Path, kind: str) -> None:
+    whole, _, _ = run(tmp_path / "whole", rollout=ROLLOUTS[kind])
+    checked = {"replay": str(tmp_path / "whole"), "check_replay": True}
+    assert run(tmp_path / "replay", rollout=ROLLOUTS[kind], **checked)[0].equal(whole)
+
+
 @pytest.mark.processes
 def test_episodes_in_processes_replay_to_the_same_weights(tmp_path: Path) -> None:
     """The order in which tools of different speed return is that of the recorded run."""
@@ -189,7 +196,9 @@ def test_a_record_has_turns_experts_and_failures(tmp_path: Path) -> None:
         [6, 7], {}, [2, 3, 4], [1, 0, 1], [-0.5, 0.0, -0.25], [0, -1, 1], experts, -3, 2, 2, "turn", [0.5, 1.0, 0.5]
     )
     responses = [made, Trajectory([], ended="raised"), Trajectory([], {}, [4], [1], [-1.0], [7], seed=5, ended="stop")]
-    taken = Taken([8, 9, 11], [1, 2, 3], responses, 7, 5, "engine_log_probs", {"engine_log_probs": {"a": 1.0}})
+    taken = Taken(
+        [8, 9, 11], [1, 2, 3], responses, 7, 5, [10], 30, "engine_log_probs", {"engine_log_probs": {"a": 1.0}}
+    )
     write(tmp_path / "0.npz", taken)
     again = read(tmp_path / "0.npz")
     assert torch.cat(again.responses[0].experts).equal(torch.cat(experts))

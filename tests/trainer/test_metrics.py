@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ from mcontroller.data.meta import united
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
+from tests.trainer.sliced import sliced_config, sliced_trainer
 from tests.trainer.toy import ToyActor, next_letter, toy_config, toy_trainer
 from trainer import AlgorithmConfig, FilterGroupsConfig, PPOConfig, Reward, RewardsConfig, Role
 from trainer.metrics import METRIC_RULES, MetricRule, Metrics, over_ranks, rule_of
 from trainer.rewards.config import RewardFunctionConfig
 from trainer.rewards.reward import rewarded
+from trainer.rollout.trajectory_log import TrajectoryLog, read
 
 
 class Log:
@@ -69,6 +72,23 @@ def test_metrics_of_a_step_are_those_of_all_its_draws() -> None:
     assert step["dynamic_sampling/batches"] == 4
     assert (step["episodes/failed"], step["rollout/seconds"]) == (1 + 2 + 3 + 4, 1 + 2 + 3 + 4)
     assert (step["multi_turn/turns_mean"], step["multi_turn/turns_max"], step["mine/length_min"]) == (2.5, 4, 1)
+
+
+def test_groups_dropped_by_an_early_draw_are_counted(tmp_path: Path) -> None:
+    """Groups become stale when the weights move, before the first draw of a step: the last draw has dropped none."""
+    config = sliced_config(8, tmp_path, stale="drop", partial="stop", seed=0)
+    filtered = FilterGroupsConfig(enable=True, max_batches=3)
+    config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, filter_groups=filtered))
+    trainer, steps = sliced_trainer(config)
+    with trainer:
+        trainer.fit()
+    record = [read(path) for path in TrajectoryLog(tmp_path, resumes=True).files()]
+    assert max(step["dynamic_sampling/batches"] for step in steps) > 1
+    dropped = sum(len(taken.dropped) for taken in record)
+    assert sum(step["asynchronous/dropped_groups"] for step in steps) == dropped > 0
+    tokens = sum(taken.dropped_tokens for taken in record)
+    assert sum(step["asynchronous/dropped_tokens"] for step in steps) == tokens
+    assert all(0 <= step["asynchronous/trainer_waited"] <= 1 for step in steps)
 
 
 def test_validation_reports_what_its_generation_reported() -> None:

@@ -76,7 +76,7 @@ def of_actor(**settings: Any) -> ActorConfig:
         (ProfileConfig, {"nsys": True}, "trainer.profile.nsys", {"steps": (1,)}),
         (
             TrainerConfig,
-            {"asynchronous": AsynchronousConfig(take="in_order")},
+            {"asynchronous": AsynchronousConfig(stale="drop")},
             "trainer.asynchronous",
             {"max_staleness": 2},
         ),

@@ -45,7 +45,7 @@ def test_tokens_in_flight_have_the_log_probs_of_their_versions(group: MegatronRa
 
     def send(prompt: list[int] | Trajectory, length: int, **options: Any) -> Trajectory:
         flying.append(rollout.submit(prompt, response_length=length, stop_token_ids=CALLS, **options))
-        flying[-1].length = length
+        flying[-1].key = length
         return flying[-1].trajectory
 
     def submit() -> None:
@@ -59,9 +59,9 @@ def test_tokens_in_flight_have_the_log_probs_of_their_versions(group: MegatronRa
         for ended in [each for each in flying if each.done()]:
             flying.remove(ended)
             trajectory = ended.trajectory
-            if trajectory.ended == "turn" and len(trajectory.tokens) + 2 < ended.length:
+            if trajectory.ended == "turn" and len(trajectory.tokens) + 2 < ended.key:
                 trajectory.replied([draws.randrange(3, VOCAB), 3])  # what a tool returned
-                send(trajectory, ended.length)
+                send(trajectory, ended.key)
             elif len(stopped) < UPDATES:
                 submit()
 

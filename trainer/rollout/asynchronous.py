@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from trainer.rollout.made_tokens import EpisodeError
 from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.requests import Request
 from trainer.rollout.seeds import TRAINING, seed_of
-from trainer.rollout.trajectories import TrajectoryRollout, trajectory_batch
-from trainer.rollout.trajectory import Trajectory
+from trainer.rollout.trajectories import Submitted, TrajectoryRollout, trajectory_batch
+from trainer.rollout.trajectory import ARRAYS, Trajectory
 from trainer.rollout.trajectory_log import Taken, TrajectoryLog
 from trainer.saving.run_record import RECORD, BatchInFlight, read_record
 from trainer.stages import Stages
@@ -49,7 +49,7 @@ EPISODE_S = 0.01
 """[s] How long the trainer waits at a time for episodes that do something else than wait for the policy."""
 
 GROUPS = "groups"
-"""Column of a saved batch in flight, int64 ``[rows, 2]``: of each group its number and row."""
+"""Column of a saved batch in flight, int64 ``[rows, 3]``: of each group its number, row and attempt."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,18 +61,22 @@ class Group:
         problems: the batch that it was drawn with.
         batch: the number of that batch in the data set, if it has one.
         row: of the problem in the batch.
+        attempt: how often it was dropped.
         version: of the policy when it was submitted.
         completed: its place in the order in which groups were completed; -1 while it is not.
         responses: so far; none before it is submitted.
+        futures: of the responses.
     """
 
     number: int
     problems: DataProto
     batch: int | None
     row: int
+    attempt: int = 0
     version: int = -1
     completed: int = -1
     responses: list[Trajectory] = dataclasses.field(default_factory=list)
+    futures: list[Future[Trajectory]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         ids, mask = columns(self.problems, "input_ids", "attention_mask")
@@ -124,6 +128,8 @@ class AsynchronousGenerations(Generations):
         self._groups: dict[int, Group] = {}
         self._error: BaseException | None = None
         self._completed, self._ready, self._version = 0, 0, -1
+        self._dropped: list[int] = []
+        self._dropped_tokens, self._counts = 0, [0, 0]
         self._in_flight, self._held, self._has_weights = False, False, False
 
     # ---- the group that generates ----------------------------------------------------------------------------------
@@ -203,6 +209,7 @@ class AsynchronousGenerations(Generations):
             taken = self._generated_groups(size)
             self.log.append(taken)
         groups = [self._groups.pop(number) for number in taken.groups]
+        self._counts = [self._counts[0] + len(taken.dropped), self._counts[1] + taken.dropped_tokens]
         self._submit()
         return self._batch(groups, taken)
 
@@ -231,7 +238,11 @@ class AsynchronousGenerations(Generations):
         if (error := self._misfit(taken, size)) is not None:
             self.log.leave(error)
             return None
+        if self._options.check_replay:
+            self._check_tokens()
         self.log.count += 1
+        for number in taken.dropped:
+            self._groups[number].attempt += 1
         for at, response in enumerate(taken.responses):
             response.prompt = response.prompt or self._groups[taken.groups[at // self._n]].prompt
         return taken
@@ -262,14 +273,54 @@ class AsynchronousGenerations(Generations):
             )
         return None
 
+    def _check_tokens(self) -> None:
+        """Generate the recorded tokens of this version of the policy again, and compare them.
+
+        Raises:
+            DataError: a token differs.
+        """
+        assert self._trajectories is not None
+        compared: list[tuple[int, int, int, Trajectory, Submitted]] = []
+        ahead = 0
+        while (taken := self.log.next(ahead)) is not None and taken.version <= self._version + self._ahead:
+            for at, response in enumerate(taken.responses):
+                number = taken.groups[at // self._n]
+                for start, end in _sampled_by(response, self._version):
+                    prompt = response.prompt or self._groups[number].prompt
+                    made = {name: getattr(response, name)[:start] for name in ARRAYS if name != "prompt"}
+                    again = Trajectory(prompt, **made)
+                    submitted = self._trajectories.submit(again, seed=response.seed or 0, max_tokens=end - start)
+                    compared.append((self.log.count + ahead, number, at % self._n, response, submitted))
+            ahead += 1
+        while self._trajectories.live:
+            self._trajectories.advance()
+        for record, number, index, response, submitted in compared:
+            generated = submitted.trajectory.tokens
+            for position, (token, expected) in enumerate(zip(generated, response.tokens, strict=False)):
+                if token != expected:
+                    raise DataError(
+                        f"token {position} of response {index} to problem {number}, in file {record} of "
+                        f"{self.log.directory}, is {expected}; generated again it is {token}: the engine, its weights "
+                        "or the sampling differ",
+                        record=record,
+                        group=number,
+                        response=index,
+                        position=position,
+                        token=token,
+                        expected=expected,
+                    )
+
     def _generated_groups(self, size: int) -> Taken:
         """Generate until a step can take groups, and return them."""
         assert self._trajectories is not None
         self._submit()
+        self._drop_stale()
         self._generate_until(lambda: self._ready >= size and self._chosen(size) is not None)
         chosen = self._chosen(size)
         assert chosen is not None
         self._ready -= size
+        dropped, self._dropped = self._dropped, []
+        tokens, self._dropped_tokens = self._dropped_tokens, 0
         meta_info = self._trajectories.meta_info(self._n)
         return Taken(
             groups=[group.number for group in chosen],
@@ -277,6 +328,8 @@ class AsynchronousGenerations(Generations):
             responses=[response for group in chosen for response in group.responses],
             version=self._version,
             fingerprint=self._weights.fingerprint,
+            dropped=dropped,
+            dropped_tokens=tokens,
             log_probs=self._trajectories.log_probs,
             basis={name: meta_info[name] for name in LOG_PROBS if name in meta_info},
             settings=self._settings,
@@ -292,18 +345,20 @@ class AsynchronousGenerations(Generations):
     def _submit_group(self, group: Group) -> None:
         """Submit the responses of a group; each has another seed, so that their order does not change them."""
         assert self._trajectories is not None
-        group.version = self._version
+        group.version, group.completed, group.futures = self._version, -1, []
         others = {name: column[group.row] for name, column in group.problems.non_tensor_batch.items()}
         run_seed = self._trajectories.limits.get("seed", self._data_seed)
-        seeds = [seed_of(run_seed, TRAINING, group.number, index, 0) for index in range(self._n)]
+        seeds = [seed_of(run_seed, TRAINING, group.number, index, group.attempt) for index in range(self._n)]
         group.responses = [Trajectory(group.prompt, others, seed=seed) for seed in seeds]
         for index, response in enumerate(group.responses):
             future: Future[Trajectory]
             if self._episodes is None:
-                future = self._trajectories.submit(response)
+                future = submitted = self._trajectories.submit(response)
+                submitted.key = group.number
             else:
                 problem = {**others, "prompt_ids": group.prompt.tolist()}
-                future = self._episodes.start(problem, seeds[index])
+                future = self._episodes.start(problem, seeds[index], key=group.number)
+            group.futures.append(future)
             future.add_done_callback(partial(self._response_ended, group, index))
 
     def _response_ended(self, group: Group, index: int, future: Future[Trajectory]) -> None:
@@ -319,11 +374,29 @@ class AsynchronousGenerations(Generations):
         if not group.is_complete and all(response.ended for response in group.responses):
             group.completed, self._completed, self._ready = self._completed, self._completed + 1, self._ready + 1
 
+    def _drop_stale(self) -> None:
+        """Begin the groups again that are older than they may be."""
+        stale = [group for group in self._groups.values() if self._version - group.version > self._ahead]
+        if self._options.stale != "drop" or not stale or self._trajectories is None:
+            return
+        numbers = {group.number for group in stale}
+        started = [submitted for submitted in self._trajectories.live if _group_of(submitted) in numbers]
+        responses = [response for group in stale for response in group.responses if response.ended]
+        responses += [submitted.trajectory for submitted in started]
+        self._dropped_tokens += sum(len(response.tokens) for response in responses)
+        self._dropped += sorted(numbers)
+        for group in stale:
+            self._ready -= group.is_complete
+            for future in group.futures:
+                future.cancel()
+            group.attempt += 1
+            self._submit_group(group)
+
     def _chosen(self, size: int) -> list[Group] | None:
         """Return the groups that the step trains on, in the order of their numbers; None if it has to wait.
 
-        ``j`` more steps can take ``j * size`` groups of those that are too old after them; this step has to take the
-        others.
+        With ``stale="finish"``, ``j`` more steps can take ``j * size`` groups of those that are too old after them;
+        this step has to take the others.
         """
         groups = self._groups.values()
         if self._options.take == "in_order":
@@ -331,7 +404,7 @@ class AsynchronousGenerations(Generations):
             return first if all(group.is_complete for group in first) else None
         complete = sorted((group for group in groups if group.is_complete), key=lambda group: group.completed)
         chosen: list[Group] = []
-        for later in range(self._ahead):
+        for later in range(self._ahead if self._options.stale == "finish" else 0):
             oldest = self._version + later - self._ahead
             missing = sum(group.version <= oldest for group in groups) - later * size - len(chosen)
             if missing > 0:
@@ -366,9 +439,15 @@ class AsynchronousGenerations(Generations):
         return GeneratedBatch(problems, DataProto.from_dict(batch, meta_info=meta_info))
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the sizes of the queue, and how long each side waited since the last call."""
-        sizes = {"queue_groups": len(self._groups), "queue_complete": self._ready}
-        return {f"asynchronous/{name}": float(size) for name, size in sizes.items()} | self.balance.take_step()
+        """Return the sizes of the queue, and what was dropped and how long each side waited since the last call."""
+        (groups, tokens), self._counts = self._counts, [0, 0]
+        counts = {
+            "asynchronous/queue_groups": len(self._groups),
+            "asynchronous/queue_complete": self._ready,
+            "asynchronous/dropped_groups": groups,
+            "asynchronous/dropped_tokens": tokens,
+        }
+        return {name: float(count) for name, count in counts.items()} | self.balance.take_step()
 
     def summary(self) -> str:
         """Return a line on the balance of the run, or on how far it has replayed another one."""
@@ -409,6 +488,9 @@ class AsynchronousGenerations(Generations):
             self._has_weights = True
             if self._weights.version != self._version:
                 self._version = self._weights.version
+                engine = None if self._trajectories is None else self._trajectories.engine
+                if self._options.partial == "stop" and isinstance(engine, ReferenceEngine):
+                    engine.postpone_begun()
         finally:
             self._held = False
 
@@ -492,7 +574,7 @@ class AsynchronousGenerations(Generations):
             raise not_drawn()
         saved = []
         for number, groups in batches.items():
-            numbers = torch.tensor([[group.number, group.row] for group in groups])
+            numbers = torch.tensor([[group.number, group.row, group.attempt] for group in groups])
             saved.append(BatchInFlight(number or 0, DataProto.from_dict({GROUPS: numbers})))
         self.log.delete_before(self._oldest_needed())
         counts = {"max_staleness": self._ahead, "taken": self.log.count, "problems": self._next_uid}
@@ -532,8 +614,8 @@ class AsynchronousGenerations(Generations):
             of_batch = problems(batch.number)
             self._next_uid = numbers[0][0] - numbers[0][1]
             self._numbered(of_batch)
-            for number, row in numbers:
-                self._groups[number] = Group(number, of_batch, batch.number, row)
+            for number, row, attempt in numbers:
+                self._groups[number] = Group(number, of_batch, batch.number, row, attempt)
         self._groups = dict(sorted(self._groups.items()))
         self._next_uid = counts.get("problems", 0)
         self.balance.begin()
@@ -571,3 +653,18 @@ def learning_settings(config: PPOConfig) -> dict[str, Any]:
         for key, leaf in leaves({name: content}):
             settings[key] = leaf if isinstance(leaf, str | int | float | bool | list | None) else repr(leaf)
     return settings
+
+
+def _group_of(submitted: Submitted) -> int:
+    """Return the number of the group that a trajectory in flight belongs to."""
+    return int(str(submitted.key).partition("/")[0])
+
+
+def _sampled_by(response: Trajectory, version: int) -> Iterator[tuple[int, int]]:
+    """Yield start and end of the runs of tokens that the policy of a version sampled."""
+    start = 0
+    for token_version, run in groupby(response.versions):
+        end = start + len([*run])
+        if token_version == version:
+            yield start, end
+        start = end

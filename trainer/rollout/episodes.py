@@ -73,6 +73,7 @@ class _Running:
     problem: Mapping[str, Any]
     seed: int
     future: Future[Trajectory]
+    key: Any
     turns: dict[int, Turn] = field(default_factory=dict)
     alone: bool = False
     host: _Host | None = None
@@ -230,20 +231,21 @@ class Episodes:
         can_begin = bool(self._waiting) and len(self._running) < self.concurrency
         return can_begin or not all(running.waits for running in self._running.values())
 
-    def start(self, problem: Mapping[str, Any], seed: int) -> Future[Trajectory]:
+    def start(self, problem: Mapping[str, Any], seed: int, *, key: Any = None) -> Future[Trajectory]:
         """Start an episode, and return the future of its trajectory; ``cancel()`` stops it at the next ``pump``.
 
         Args:
             problem: the columns of a problem, and ``prompt_ids``, the token ids of its prompt.
             seed: of the random numbers of its responses, 64 bits, signed. Its first prompt has this one; others, and
                 further branches of a response, get seeds that are mixed from it.
+            key: what the program knows it by; its request ``r`` is submitted with the key ``f"{key}/{r}"``.
 
         Raises:
             ConfigError: ``connect`` was not called.
         """
         self._connected()
         self._started += 1
-        running = _Running(self._started, problem, seed, Future())
+        running = _Running(self._started, problem, seed, Future(), key)
         self._waiting.append(running)
         return running.future
 
@@ -476,6 +478,7 @@ class Episodes:
                 del running.turns[request]
                 self._send(host, ("failed", running.number, request, error))
                 return
+            turn.submitted.key = f"{running.key}/{request}"
             turn.submitted.add_done_callback(lambda done: self._made.put((running, request)))
 
     @staticmethod

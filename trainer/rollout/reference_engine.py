@@ -161,6 +161,11 @@ class ReferenceEngine:
                     self._waiting.append(request)
             self._waiting += waiting
 
+    def postpone_begun(self) -> None:
+        """Continue the responses that have tokens after those that have none."""
+        with self.lock:
+            self._waiting.sort(key=lambda request: request.generated > 0)
+
     def drive(self) -> None:
         """Make steps on the running event loop until no request is in flight."""
         if self._driver is None or self._driver.done():

@@ -18,7 +18,7 @@ def seed_of(run_seed: int, purpose: str, *numbers: int) -> int:
     Args:
         run_seed: of the run, ``rollout.seed``; or of a response, for what belongs to it.
         purpose: what the numbers count, so that equal numbers of two kinds have different seeds; ``TRAINING`` for
-            those of the problem, of the sample of the problem, and 0.
+            those of the problem, of the sample of the problem, and of the attempt.
         numbers: of the response.
     """
     parts = (run_seed, *numbers) if purpose == TRAINING else (run_seed, *numbers, purpose)

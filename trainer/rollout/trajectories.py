@@ -49,7 +49,10 @@ class Submitted(Request):
 
     Attributes:
         trajectory: as passed.
+        key: what the program knows it by.
     """
+
+    key: Any = None
 
     def __init__(
         self,

@@ -43,6 +43,8 @@ class Taken:
         responses: those of all groups, equally many of each. The prompt is empty if it is that of the problem.
         version: of the policy that the trainer took them to train.
         fingerprint: of the weights of that policy; None if they were not compared with those of the rollout.
+        dropped: the groups that began again since the time before, for being too old.
+        dropped_tokens: their tokens, which were thrown away.
         log_probs: the name of the column of log-probabilities; None: there is none.
         basis: what these were computed from, as ``meta_info`` of a batch.
         settings: the configuration of what is learned, a value for each key.
@@ -53,6 +55,8 @@ class Taken:
     responses: list[Trajectory]
     version: int
     fingerprint: int | None = None
+    dropped: list[int] = dataclasses.field(default_factory=list)
+    dropped_tokens: int = 0
     log_probs: str | None = None
     basis: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -86,16 +90,16 @@ class TrajectoryLog:
             self._resumes = True
         return self._path(self.count).exists()
 
-    def next(self) -> Taken | None:
-        """Return what the trainer takes next, if it was recorded.
+    def next(self, ahead: int = 0) -> Taken | None:
+        """Return what the trainer takes next, or ``ahead`` times later, if it was recorded.
 
         Raises:
             DataError: the file is damaged, or the run replays another one, which did not go as far.
         """
-        path = self._path(self.count)
-        if self.has_next():
+        path = self._path(self.count + ahead)
+        if self.has_next() and path.exists():
             return read(path)
-        if self.replays:
+        if self.replays and not ahead:
             numbers = [int(file.stem) for file in self.files()]
             known = f"has files {min(numbers)} to {max(numbers)}" if numbers else "has no files"
             raise DataError(

@@ -23,6 +23,7 @@ from mcontroller.files import replace_text
 from mcontroller.trace.reading import read_trace
 from mcontroller.trace.recorder import FOLDER
 from mcontroller.trace.summary import end_lines
+from trainer.curves import draw_curves
 from trainer.loop import RayPPOTrainer
 from trainer.report.reading import last_records, read_summary
 from trainer.run.config import RunConfig
@@ -117,7 +118,16 @@ class RunReport:
             self._print(line)
         if self._trainer.trace:
             self._print_trace()
-        self._print(f"run directory: {self._directory}; python -m mcontroller report shows it as a page")
+        self._print(f"run directory: {self._directory}{self._curves()}")
+
+    def _curves(self) -> str:
+        """Draw the curves of the run, and return what its last line says of them."""
+        if not (self._directory / "metrics.jsonl").is_file():
+            return " (curves.png needs the tracker jsonl)"
+        try:
+            return f", with {draw_curves(self._directory).name}"
+        except ImportError:
+            return " (for curves.png: pip install matplotlib)"
 
     def _print_trace(self) -> None:
         if len(list((self._directory / FOLDER).iterdir())) > READ_AT_END:

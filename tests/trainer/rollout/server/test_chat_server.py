@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 import sys
 import threading
@@ -12,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -277,6 +279,39 @@ def request_of(session: ChatSession) -> bytes:
     return f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n{key}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_thousand_idle_connections_cost_neither_threads_nor_the_others(
+    serve: Callable[..., ChatServer], many_files: None
+) -> None:
+    server = serve()
+    session = server.open("a")
+    threads = threading.active_count()
+    with ExitStack() as clients:
+        started = connected(server)
+        clients.enter_context(started)
+        started.sendall(request_of(session)[:-5])  # a request that has begun is not idle
+        with connected(server) as later:  # its answer shows that the server has read what came before
+            later.sendall(b"GET /other HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert later.recv(9) == b"HTTP/1.1 "
+        for number in range(1000):
+            client = clients.enter_context(connected(server))
+            client.sendall((b"", b"POST", request_of(session)[:90])[number % 3])
+            if number == 0:
+                first = client
+        assert first.recv(1) == b""  # closed in favor of a later one
+        assert threading.active_count() <= threads
+        started.sendall(request_of(session)[-5:])
+        assert started.recv(12) == b"HTTP/1.1 200"
+    assert len(session.close()) == 1
+
+
 def test_a_turn_that_a_client_cuts_off_goes_on_with_the_end_of_the_message(serve: Callable[..., ChatServer]) -> None:
     server = serve()
     session = server.open("a")
@@ -312,6 +347,21 @@ def test_a_server_without_its_packages_names_the_extra(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError) as caught:
         ChatServer(None, Characters())
     assert (caught.value.key, caught.value.value) == ("multi_turn.episode", "agents")
+
+
+@pytest.mark.parametrize("sent", [0, 10, -5], ids=["nothing", "half of a header", "half of a body"])
+def test_a_request_that_does_not_arrive_is_ended(
+    serve: Callable[..., ChatServer], monkeypatch: pytest.MonkeyPatch, sent: int
+) -> None:
+    monkeypatch.setattr(http, "IDLE_S", 0.1)
+    server = serve()
+    session = server.open("a")
+    with connected(server) as client:
+        client.sendall(request_of(session)[:sent])
+        answer = client.makefile("rb").read()  # until the server closes
+    assert answer[:12] == (b"HTTP/1.1 408" if sent < 0 else b"")
+    monkeypatch.setattr(http, "IDLE_S", 30)
+    assert with_urllib(server.base_url, session.api_key, messages=ASK)["finish_reason"] == "stop"
 
 
 def test_a_client_that_disconnects_cancels_its_trajectory(serve: Callable[..., ChatServer]) -> None:
