@@ -72,8 +72,9 @@ class RoleCall:
             return None
         config = replace(self.role.config, model=one_layer_a_stage(model, layout))
         micro_batches, tokens = layout.pp if layout.vpp else 1, 8 * layout.tp * layout.cp
+        prompt, response = min(self.prompt, tokens), min(self.response, tokens)
         role = replace(self.role, config=config)
-        return replace(self, role=role, micro_batches=micro_batches, prompt=tokens, response=tokens, row_count=1)
+        return replace(self, role=role, micro_batches=micro_batches, prompt=prompt, response=response, row_count=1)
 
     @property
     def needs_every_rank(self) -> bool:
@@ -99,12 +100,20 @@ class RoleCall:
         if self.micro_batches is not None:
             return rows, self.micro_batches
         # one more than a stage has in flight; without a backward pass, one that is sent while the next is computed
-        count = 2
-        if is_update:
-            count = min(layout.pp + 1, math.ceil(config.ppo_mini_batch_size / layout.dp / rows))
+        count = layout.pp + 1 if is_update else 2
+        if is_update and (mini_batch := self._mini_batch) is not None:
+            count = min(count, math.ceil(mini_batch / layout.dp / rows))
         if layout.vpp:
             count = math.ceil(count / layout.pp) * layout.pp
         return rows, count
+
+    @property
+    def _mini_batch(self) -> int | None:
+        """Rows of a mini-batch over all ranks; None if a critic, which does not know ``n``, counts it in prompts."""
+        config = self.role.config
+        if not config.ppo_mini_batch_prompts:
+            return int(config.ppo_mini_batch_size)
+        return config.ppo_mini_batch_prompts * config.rollout.n if hasattr(config, "rollout") else None
 
     def __call__(self, mode: CountingMode) -> Use:
         """Build the worker of this rank, make the call, and return what was used."""

@@ -162,6 +162,31 @@ def check_deterministic(first: OneProcess, second: OneProcess) -> None:
                 )
 
 
+def check_trained(reference: OneProcess) -> None:
+    """Raise if one process trains nothing, with which every layout would agree, or computes values that are not finite.
+
+    Raises:
+        VerifyError: all gradients are 0, or the first value that is not finite.
+    """
+    for number, step in enumerate(reference.steps, start=1):
+        losses = {name: torch.tensor(value) for name, value in step.losses.items()}
+        for kind, values in (("loss", losses), ("gradient of", step.gradients)):
+            for name, value in values.items():
+                if not bool(value.isfinite().all()):
+                    raise VerifyError(
+                        f"the {kind} {name} of step {number} is not finite in one process, so that layouts cannot be "
+                        "compared; choose other batches (a mean over no tokens is 0 / 0), or repair the program",
+                        name=name,
+                        step=number,
+                    )
+    gradients = [gradient for step in reference.steps for gradient in step.gradients.values()]
+    if gradients and not any(bool(gradient.any()) for gradient in gradients):
+        raise VerifyError(
+            "all gradients are 0 in one process, so that every layout would be equal: the loss is detached from the "
+            "model, or no token of the batches counts"
+        )
+
+
 def compare_rank(
     program: Program, variant: Variant, reference: OneProcess, dtype: torch.dtype, allowed: float
 ) -> RankReport:

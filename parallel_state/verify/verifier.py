@@ -24,6 +24,7 @@ from parallel_state.verify.comparing import (
     RankReport,
     ReferenceStep,
     check_deterministic,
+    check_trained,
     compare_rank,
     replicas_that_differ,
     tolerance,
@@ -67,7 +68,7 @@ class Verifier:
         locates: whether ``verify`` trains again to find where a difference begins.
 
     Raises:
-        VerifyError: the program is not deterministic, fails in one process, or cannot be compared.
+        VerifyError: the program is not deterministic, fails or trains nothing in one process, or cannot be compared.
     """
 
     def __init__(self, program: Program, *, steps: int = 2, exact: bool = False) -> None:
@@ -86,6 +87,7 @@ class Verifier:
             except Exception as error:  # whatever the program raises
                 raise VerifyError(f"the program fails in one process: {_failure_text(error)}") from error
         check_deterministic(self.reference, again)
+        check_trained(self.reference)
         self.fingerprint = self.reference.fingerprint
 
     def _precision(self) -> contextlib.AbstractContextManager[None]:

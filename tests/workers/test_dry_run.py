@@ -135,3 +135,15 @@ def test_a_fault_on_a_rank_that_no_pipeline_has_is_found_with_one_layer_on_each_
     right = RoleCall(role, "update_actor", PROMPT, RESPONSE)
     outcome = dry_run_of(right, role.variant, small=right.small())
     assert (outcome.failure, outcome.warnings) == ("", [])
+
+
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+def test_mini_batches_in_prompts_have_all_micro_batches_in_flight(kind: str) -> None:
+    role = model_role(kind, 2, parallel={"pp": 2}, ppo_mini_batch_size=2, ppo_mini_batch_prompts=8)
+    assert RoleCall(role, role.updates[0], PROMPT, RESPONSE).rows == (2, 3)
+
+
+def test_rows_of_one_layer_on_each_stage_are_no_longer_than_those_of_the_run() -> None:
+    role = model_role("critic", 4, model=WIDE | {"max_sequence_length": 12}, parallel={"tp": 2})
+    call = RoleCall(role, "update_critic", 8, 4)
+    assert not dry_run_of(call, role.variant, small=call.small()).warnings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -216,11 +215,6 @@ def owned_targets(rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
     local = _local_targets(rows, pg)
     ones = torch.ones_like(local.index, dtype=torch.float32)
     return local.scatter(ones, rows.targets.shape)
-
-
-def loss_of_local_targets(loss: Callable[..., Any], pg: ProcessGroupCollection, rows: TokenBatch, output: Any) -> Any:
-    """Return ``loss`` of a micro-batch whose mask has the targets of this rank only; ``whole_mask`` has all of them."""
-    return loss(dataclasses.replace(rows, mask=rows.mask * owned_targets(rows, pg), whole_mask=rows.mask), output)
 
 
 def token_positions(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:

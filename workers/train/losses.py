@@ -57,6 +57,50 @@ def over_context(values: Tensor, context_parallel: ProcessGroup) -> Tensor:
     return of_all + (values - local)
 
 
+def checked_loss(name: str, returned: Any, rows: TokenBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return a loss that can be trained, its count, and its report without gradients.
+
+    The loss of rows whose mask is 0 may be a constant. It is given gradients of 0 then, since DistributedDataParallel
+    waits for every parameter's.
+
+    Args:
+        name: of the loss, for error messages.
+        returned: by the loss; see ``ModelWorker.loss``.
+        rows: what it was called with.
+        output: the same.
+
+    Raises:
+        ConfigError: what it returned is something else, or is no scalar, or the loss has no gradients.
+    """
+    match returned:
+        case (Tensor() as total, Tensor() as count, Mapping() as report):
+            values = {"the loss": total, "the count": count, **report}
+        case _:
+            raise ConfigError(
+                f"{name} returned {_types(returned)}; expected the sum of the loss and the number that it is divided "
+                "by, two tensors, and a dict of values to report",
+                key="loss",
+            )
+    for which, value in values.items():
+        if not isinstance(value, Tensor) or value.dim():
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"{name}: {which} is {shape}; expected a scalar tensor", key="loss", value=which)
+    if not total.requires_grad:
+        if bool(rows.mask.any()):
+            raise ConfigError(
+                f"{name} has no gradients, so that nothing would be trained: compute it from the output without "
+                "detach(), item() or torch.no_grad()",
+                key="loss",
+            )
+        total = total + masked_sum(output, torch.zeros_like(output))
+    return total, count.detach(), {which: value.detach() for which, value in report.items()}
+
+
+def _types(returned: Any) -> str:
+    values = returned if isinstance(returned, tuple) else (returned,)
+    return ", ".join(type(value).__name__ for value in values)
+
+
 def sft_loss(rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the cross entropy of the targets: see ``ModelWorker.loss``."""
     log_probs, entropy = output
@@ -137,6 +181,7 @@ def policy_objective(
     extra = -config.entropy_coeff * entropy
     if config.use_kl_loss:
         kl = estimate_kl(log_probs, columns["ref_log_prob"], config.kl_loss_type, config.kl_loss_clip)
+        _check_of_tokens("kl_loss_type", config.kl_loss_type, {"the estimate": kl}, log_probs)
         extra = extra + config.kl_loss_coef * kl
         token_means["kl_loss"] = kl
     if "rollout_log_probs" in columns:
@@ -170,7 +215,7 @@ def _policy_loss(
         log_probs = over_context(log_probs, context_parallel)
     extra = {"columns": {name: rows.columns[name] for name in registered.columns}} if registered.columns else {}
     clip_low, clip_high = config.clip_limits()
-    return registered.function(
+    policy = registered.function(
         log_probs,
         _old_log_probs(rows, log_probs),
         rows.columns["advantages"],
@@ -180,6 +225,29 @@ def _policy_loss(
         dual_clip=config.clip_ratio_c,
         **extra,
     )
+    tensors = {"loss": policy.loss, "ratio": policy.ratio, "clipped": policy.clipped, **policy.metrics}
+    _check_of_tokens("policy_loss", config.policy_loss, tensors, log_probs)
+    return policy
+
+
+def _check_of_tokens(key: str, name: str, tensors: Mapping[str, Tensor], log_probs: Tensor) -> None:
+    """Check that tensors of a registered function are ``[rows, response]``, and that the first one has gradients."""
+    for which, tensor in tensors.items():
+        if tensor.shape != log_probs.shape:
+            raise ConfigError(
+                f"{key}={name}: {which} is {list(tensor.shape)}; expected a value of every token, "
+                f"{list(log_probs.shape)}",
+                key=key,
+                value=name,
+            )
+    which, tensor = next(iter(tensors.items()))
+    if log_probs.requires_grad and not tensor.requires_grad:
+        raise ConfigError(
+            f"{key}={name}: {which} has no gradients, so that it would train nothing: compute it from the "
+            "log-probabilities without detach() or torch.no_grad()",
+            key=key,
+            value=name,
+        )
 
 
 def _old_log_probs(rows: TokenBatch, log_probs: Tensor) -> Tensor:
@@ -236,28 +304,17 @@ class TokenLoss:
             output: of ``forward_step``, 0 for targets of other ranks.
 
         Raises:
-            ConfigError: the function returns other values.
+            ConfigError: the function returns other values, or a loss without gradients.
         """
-        ranks = context_parallel.size()
+        name, ranks = f"TokenLoss {self.name!r}", context_parallel.size()
         whole = rows if rows.whole_mask is None else replace(rows, mask=rows.whole_mask)
-        total, count, report = self._checked(self.function(whole, over_context(output, context_parallel)))
-        report = {"loss": total, **report}
+        output = over_context(output, context_parallel)
+        total, count, report = checked_loss(name, self.function(whole, output), whole, output)
+        if missing := sorted(self.metrics.keys() - report.keys()):
+            raise ConfigError(f"{name} reports no {', '.join(missing)}, which its metrics name", key="loss")
+        report = {"loss": total.detach(), **report}
         shares = {name: report[name] / (1 if rule is Rule.MAX else ranks) for name, rule in self.rules.items()}
-        report = {name: value.detach() for name, value in shares.items()}
-        return total, count / ranks, report | {TOKENS: whole.mask.sum() / ranks}
-
-    def _checked(self, returned: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return what the function returned if it is the loss, its count and its report."""
-        match returned:
-            case (Tensor() as total, Tensor() as count, Mapping() as report) if self.metrics.keys() <= report.keys():
-                return total, count, dict(report)
-        values = returned if isinstance(returned, tuple) else (returned,)
-        raise ConfigError(
-            f"the function of TokenLoss {self.name!r} returned {', '.join(type(value).__name__ for value in values)}; "
-            "expected the sum of the loss and the number that it is divided by, two tensors, and a dict of values to "
-            f"report: {', '.join(self.metrics) or 'it may be empty'}",
-            key="loss",
-        )
+        return total, count / ranks, shares | {TOKENS: whole.mask.sum() / ranks}
 
 
 def _distillation(rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

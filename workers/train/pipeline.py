@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
+from mcontroller.errors import ConfigError
 from mcontroller.trace.schedule import tracing
 from workers.schedule import releasing_inputs, run_schedule, scoring
 from workers.train.batches import TokenBatch
-from workers.train.forward import token_positions
+from workers.train.forward import owned_targets, token_positions
+from workers.train.losses import checked_loss
 from workers.train.metrics import LOSS_COUNT
 
 Forward = Callable[[nn.Module, TokenBatch], Any]
@@ -68,12 +71,17 @@ def run_for_gradients(
         forward: called once for each chunk and micro-batch.
         loss: called on the last stage with each micro-batch and the result of ``forward``.
         pg: the groups of the layout.
+
+    Raises:
+        ConfigError: the output of ``forward`` or the loss has no gradients, or the loss is of another shape or type.
     """
 
     def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         rows = next(batches)
         with _choosing_experts(model, rows, pg):
-            return forward(model, rows), functools.partial(_with_reported_count, loss, rows)
+            output = forward(model, rows)
+        _check_gradient(model, output)
+        return output, functools.partial(_loss_for_megatron, loss, pg, rows)
 
     for chunk in chunks:
         if not chunk.training:
@@ -106,12 +114,31 @@ def _ending_replay(micro_batches: Sequence[TokenBatch]) -> Iterator[None]:
                 rows.experts.routers.forget()
 
 
-def _with_reported_count(loss: Loss, rows: TokenBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return the loss for Megatron, whose own count is of integers and is not used."""
-    total, count, report = loss(rows, output)
+def _check_gradient(model: nn.Module, output: Any) -> None:
+    """Check that the output of ``forward_step`` has gradients: Megatron skips the backward pass of one without."""
+    if not isinstance(output, Tensor) or output.requires_grad:
+        return
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "forward_step returned a tensor without gradients, and parameters of its chunk are trained: do not detach "
+            "the output of the model, nor run it under torch.no_grad()",
+            key="forward_step",
+        )
+
+
+def _loss_for_megatron(
+    loss: Loss, pg: ProcessGroupCollection, rows: TokenBatch, output: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the loss for Megatron, whose own count is of integers and is not used.
+
+    The mask of the micro-batch has the targets of this rank only; ``whole_mask`` has all of them.
+    """
+    local = replace(rows, mask=rows.mask * owned_targets(rows, pg), whole_mask=rows.mask)
+    name = getattr(loss, "__qualname__", "the loss")
+    total, count, report = checked_loss(name, loss(local, output), local, output)
     # An infinite loss can have finite gradients. A loss of NaN makes them NaN, which the check before the step finds.
     total = total * torch.where(torch.isfinite(total.detach()), 1.0, math.nan)
-    return total, torch.zeros((), dtype=torch.int, device=total.device), report | {LOSS_COUNT: count.detach()}
+    return total, torch.zeros((), dtype=torch.int, device=total.device), report | {LOSS_COUNT: count}
 
 
 def _tracing(

@@ -22,7 +22,6 @@ from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize
 from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
-from workers.train.forward import loss_of_local_targets
 from workers.train.metrics import LOSS_COUNT, Rule, reduce_reports
 from workers.train.micro_batches import MicroBatcher
 from workers.train.mini_batches import Division, counted_sizes, mini_batches_of_update
@@ -80,8 +79,7 @@ class Gradients:
         earlier: Gradients | None = None,
     ) -> None:
         pg = self._pg = batcher.pg
-        loss_of_rank = functools.partial(loss_of_local_targets, loss, pg)
-        self._compute = functools.partial(run_for_gradients, state.model, forward=forward, loss=loss_of_rank, pg=pg)
+        self._compute = functools.partial(run_for_gradients, state.model, forward=forward, loss=loss, pg=pg)
         self._method, self._state, self.routers = method, state, routers
         self.samples: int = samples + (earlier.samples if earlier else 0)
         self._earlier: list[Gradients] = earlier.parts if earlier else []

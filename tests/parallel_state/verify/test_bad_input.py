@@ -85,6 +85,28 @@ def test_an_error_of_the_program_in_one_process_is_reported_with_its_line() -> N
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+def changed_loss(change: Any) -> Program:
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        output, loss = GPT.forward_step(data_iterator, model)
+        return output, lambda losses: change(*loss(losses))
+
+    return smaller(GPT, forward_step=forward_step)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        (lambda total, count, report: (total.detach(), count, report), set()),
+        (lambda total, count, report: (total * torch.nan, count, report), {"step", "name"}),
+        (lambda total, count, report: (total, count, {"mean": total / 0}), {"step", "name"}),
+    ],
+)
+def test_a_program_that_trains_nothing_or_is_not_finite_is_rejected(change: Any, fields: set[str]) -> None:
+    with pytest.raises(VerifyError) as caught:
+        Verifier(changed_loss(change), steps=1)
+    assert set(caught.value.fields) == fields
+
+
 @pytest.mark.parametrize(("text", "kind"), [("import no_such_package", ImportError), ("not valid python", SyntaxError)])
 def test_a_file_that_cannot_be_imported_is_rejected(text: str, kind: type[Exception], tmp_path: Path) -> None:
     path = tmp_path / f"{tmp_path.name}.py"

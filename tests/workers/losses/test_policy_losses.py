@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mcontroller.errors import ConfigError
-from trainer import POLICY_LOSSES, PolicyLoss, register_policy_loss
+from trainer import POLICY_LOSSES, PolicyLoss, register_kl_estimator, register_policy_loss
 from workers.config import ActorConfig, ModelConfig
 from workers.losses.policy import clipped_policy_loss
 from workers.train.losses import policy_metrics, policy_objective
@@ -69,13 +69,38 @@ def test_a_loss_reports_metrics_under_its_names() -> None:
         ratio = torch.exp(log_probs - old_log_probs)
         return PolicyLoss(-advantages * ratio, ratio, torch.zeros_like(ratio), {"far": (ratio - 1).abs()})
 
-    model = ModelConfig(vocab_size=8, max_sequence_length=8, num_layers=1, hidden_size=8, num_attention_heads=1)
-    config = ActorConfig(model=model, policy_loss="with_metric_for_this_test")
-    mask = torch.tensor([[1.0, 1.0, 0.0]])
-    columns = {"advantages": torch.ones(1, 3), "old_log_probs": torch.zeros(1, 3)}
-    rows: Any = SimpleNamespace(mask=mask, whole_mask=mask, columns=columns)
-    group: Any = SimpleNamespace(size=lambda: 1)
-    log_probs = torch.tensor([[1.5, 0.5, 9.0]]).log()
-    _, _, report = policy_objective(config, rows, log_probs, torch.zeros(1, 3), group)
+    config = choosing(policy_loss="with_metric_for_this_test")
+    report = objective(config, torch.zeros(1, 3))
     assert report["far"].item() == pytest.approx(1.0)  # the sum over the mask
     assert policy_metrics(config)["far"] is Rule.TOKEN_MEAN
+
+
+def choosing(**fields: Any) -> ActorConfig:
+    model = ModelConfig(vocab_size=8, max_sequence_length=8, num_layers=1, hidden_size=8, num_attention_heads=1)
+    return ActorConfig(model=model, **fields)
+
+
+def objective(config: ActorConfig, old_log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The report for a row of three tokens, of which two count."""
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    columns = {"advantages": torch.ones(1, 3), "old_log_probs": old_log_probs, "ref_log_prob": torch.zeros(1, 3)}
+    rows: Any = SimpleNamespace(mask=mask, whole_mask=mask, columns=columns)
+    group: Any = SimpleNamespace(size=lambda: 1)
+    log_probs = torch.tensor([[1.5, 0.5, 9.0]]).log().requires_grad_()
+    return policy_objective(config, rows, log_probs, torch.zeros(1, 3), group)[2]
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.detach, torch.Tensor.mean, lambda loss: loss.mean(1, keepdim=True)])
+def test_a_loss_without_gradients_or_not_of_tokens_is_an_error(change: Any) -> None:
+    name = f"changed_by_{id(change)}"
+
+    @register_policy_loss(name)
+    def changed(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any, **clip: Any) -> PolicyLoss:
+        ratio = torch.exp(log_probs - old_log_probs)
+        return PolicyLoss(change(-advantages * ratio), ratio, torch.zeros_like(ratio))
+
+    register_kl_estimator(name)(change)
+    for key, fields in {"policy_loss": {}, "kl_loss_type": {"use_kl_loss": True, "policy_loss": "ppo"}}.items():
+        with pytest.raises(ConfigError) as caught:
+            objective(choosing(**{key: name, **fields}), torch.zeros(1, 3))
+        assert caught.value.fields == {"key": key, "value": name}

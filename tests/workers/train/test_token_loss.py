@@ -26,6 +26,7 @@ from tests.workers.roles import (
 )
 from trainer import supervised_rows
 from workers import DISTILLATION, SFT, Rule, TokenBatch, TokenLoss
+from workers.actor import ActorRolloutRefWorker
 
 pytestmark = pytest.mark.simulated
 
@@ -64,18 +65,66 @@ def of_pairs(worker: Any) -> DataProto:
     return own_shard(batch, worker)
 
 
-def wrong_losses() -> None:
+def in_rows(rows: TokenBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    return (output[0] * rows.mask).sum(1), rows.mask.sum(), {}
+
+
+def detached(rows: TokenBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    return output.detach().sum(), rows.mask.sum(), {}
+
+
+class OfDetachedLayers(ActorRolloutRefWorker):
+    """Its first stage trains nothing."""
+
+    def forward_step(self, model: torch.nn.Module, rows: TokenBatch) -> torch.Tensor:
+        output = super().forward_step(model, rows)
+        return output.detach() if self.context.pg.pp.rank() == 0 else output
+
+
+def wrong_losses() -> list[str]:
     worker = actor({}, "actor", ppo_mini_batch_size=ROWS)
     no_count = TokenLoss("sum", lambda rows, output: output.sum())  # type: ignore[arg-type, return-value]
     no_report = dataclasses.replace(PAIRS, function=lambda rows, output: (output.sum(), rows.mask.sum(), {}))
-    for wrong in (no_count, no_report, log_ratio_of_pairs):
+    keys = []
+    for wrong in (no_count, no_report, log_ratio_of_pairs, TokenLoss("r", in_rows), TokenLoss("d", detached)):
         with pytest.raises(ConfigError) as caught:
             worker.forward_backward(of_pairs(worker), loss=wrong)
-        assert caught.value.key == "loss"
+        keys.append(caught.value.key)
+    return keys
 
 
-def test_a_loss_that_returns_other_values_is_an_error() -> None:
-    run_ranks(wrong_losses, 1)
+def without_first_stage() -> None:
+    worker = actor({"pp": 2}, "actor", OfDetachedLayers)
+    worker.update_actor(own_shard(experience(ROWS), worker))
+
+
+def test_a_loss_that_would_train_nothing_or_returns_other_values_is_an_error() -> None:
+    assert run_ranks(wrong_losses, 1) == [["loss"] * 5]
+    with pytest.raises(ConfigError) as caught:
+        run_ranks(without_first_stage, 2)
+    assert caught.value.key == "forward_step"
+
+
+class ConstantWithoutTargets(ActorRolloutRefWorker):
+    def loss(self, rows: TokenBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        total, count, report = super().loss(rows, output)
+        return total if bool(rows.mask.any()) else torch.zeros(()), count, report
+
+
+def with_masked_micro_batches(worker_class: type[ActorRolloutRefWorker]) -> dict[str, torch.Tensor]:
+    optim = FOR_GRADIENTS | {"overlap_grad_reduce": True}
+    worker = actor({}, "actor", worker_class, optim=optim, ppo_micro_batch_size=1)
+    batch = experience(ROWS)
+    batch.batch["response_mask"][5:] = 0
+    worker.forward_backward(own_shard(batch, worker))
+    return accumulated_gradients(worker)
+
+
+def test_a_loss_of_rows_without_targets_may_be_a_constant() -> None:
+    constant, zero = (
+        run_ranks(with_masked_micro_batches, 2, cls)[0] for cls in (ConstantWithoutTargets, ActorRolloutRefWorker)
+    )
+    assert largest_difference(constant, zero) == 0 and any(bool(gradient.any()) for gradient in zero.values())
 
 
 Case = tuple[dict[str, torch.Tensor], dict[str, Any]]
