@@ -434,7 +434,8 @@ class WorkerGroup(Generic[W_co]):
 
         Args:
             timeout: deadline of ``before_shutdown`` in seconds, after which the processes are ended and CallTimeout is
-                raised; None for no deadline. Ranks in the calling process have none.
+                raised; None for no deadline. Ranks in the calling process have none. A process that is stopped, as by
+                SIGSTOP, has 5 s.
         """
         self.executor.shutdown(timeout)
 
