@@ -67,6 +67,8 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result_co:
         """Run the method on the group: plan, dispatch, execute, collect.
 
+        Futures and references of Ray are replaced by their values, as arguments or as entries of a list by rank.
+
         Returns:
             The collected result. If the method is non-blocking, a DataProto that is still being computed, or the
             future of any other result.
@@ -432,7 +434,8 @@ class WorkerGroup(Generic[W_co]):
 
         Args:
             timeout: deadline of ``before_shutdown`` in seconds, after which the processes are ended and CallTimeout is
-                raised; None for no deadline. Ranks in the calling process have none.
+                raised; None for no deadline. Ranks in the calling process have none. A process that is stopped, as by
+                SIGSTOP, has 5 s.
         """
         self.executor.shutdown(timeout)
 

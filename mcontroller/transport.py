@@ -295,6 +295,15 @@ def complete(value: Any) -> Any:
     return _run(value) if hasattr(type(value), "__await__") else value
 
 
+def stored_value(value: Any) -> Any:
+    """Return the value of a reference of Ray, which Ray reads before a call as well; any other value unchanged.
+
+    Waits for a task that has not returned yet. References inside other values stay references, as in Ray.
+    """
+    ray = sys.modules.get("ray")  # a process without it has no references
+    return ray.get(value) if ray is not None and isinstance(value, ray.ObjectRef) else value
+
+
 def outline(value: Any) -> tuple[list[str], Any] | None:
     """Return the names of a DataProto's tensors, and the DataProto without them; None for any other value."""
     protocol = sys.modules.get("mcontroller.data.batch")  # a process without it has made no DataProto

@@ -16,6 +16,7 @@ from typing_extensions import TypeVar  # with defaults, which typing has from Py
 from mcontroller.dispatch.modes import Dispatch, Execute
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
+from mcontroller.transport import stored_value
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -190,8 +191,8 @@ class ClassWithInitArgs(Generic[W_co]):
 
     Args:
         cls: the worker class.
-        args: positional arguments of its ``__init__``.
-        kwargs: keyword arguments of its ``__init__``; type checkers compare them with its signature.
+        args: positional arguments of its ``__init__``. References of Ray are replaced by their values.
+        kwargs: keyword arguments of its ``__init__``, likewise; type checkers compare them with its signature.
 
     Attributes:
         imports: modules, or files that end in .py, that a process imports before it makes the object.
@@ -207,19 +208,21 @@ class ClassWithInitArgs(Generic[W_co]):
                 key="cls",
                 value=cls,
             )
+        values = tuple(map(stored_value, args))
+        named = {name: stored_value(value) for name, value in kwargs.items()}
         plain: Any = cls
         if inspect.isfunction(plain.__init__):
             signature = inspect.signature(plain.__init__)
             try:
-                signature.bind(None, *args, **kwargs)
+                signature.bind(None, *values, **named)
             except TypeError as error:
                 names = ", ".join(list(signature.parameters)[1:]) or "none"
                 raise ConfigError(f"{cls.__name__}: {error}; its arguments: {names}", key=cls.__name__) from error
         if issubclass(cls, Worker):
-            cls.check_init(*args, **kwargs)
+            cls.check_init(*values, **named)
         self.cls: type[W_co] = cls
-        self.args = args
-        self.kwargs = kwargs
+        self.args = values
+        self.kwargs = named
         self.imports: tuple[str, ...] = ()
 
     def __call__(self) -> W_co:

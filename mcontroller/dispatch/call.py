@@ -21,7 +21,7 @@ from mcontroller.dispatch.registration import written_parameters
 from mcontroller.errors import DataError, DispatchError
 from mcontroller.partition import Partition, Restoration, split_rows
 from mcontroller.trace.recorder import start_timer
-from mcontroller.transport import Arguments, Deferred, Executor, Fetch, Future, Handle, InFlightCall
+from mcontroller.transport import Arguments, Deferred, Executor, Fetch, Future, Handle, InFlightCall, stored_value
 
 Key = int | str
 """The position or the keyword of an argument."""
@@ -339,6 +339,7 @@ def _arguments(values: Mapping[Key, Any]) -> Arguments:
 
 def _sendable(value: Any, executor: Executor) -> Any:
     """Return what no transport, or another one, passes on as a local value; any other value unchanged."""
+    value = stored_value(value)
     if isinstance(value, Future):
         return value.get()
     if isinstance(value, DataProto) and any(columns.transport != executor.transport for columns in value.remote):

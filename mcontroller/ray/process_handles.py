@@ -93,6 +93,7 @@ class ProcessHandles:
         cause: the failure because of which they were ended; None if they run, or were shut down.
         gone: Ray's ids of the nodes that are gone, with all their processes.
         killed: whether this driver has ended the processes.
+        running: the processes that SIGKILL has not ended, which keep the slots of the group.
     """
 
     release: Callable[[], None]
@@ -106,6 +107,7 @@ class ProcessHandles:
     cause: GroupError | None = None
     gone: set[str] = field(default_factory=set)
     killed: bool = False
+    running: list[str] = field(default_factory=list)
     _visible: dict[int, NodeProcess] = field(default_factory=dict)
     _freed: bool = False
     _session: object = field(default_factory=session)
@@ -204,22 +206,26 @@ class ProcessHandles:
         return {rank: error for rank, error in errors.items() if error is not None}
 
     def end(self) -> None:
-        """Kill the processes, wait until they are gone, and free their slots. Those that do not end are logged.
+        """Kill the processes, wait until they are gone, and free their slots.
 
-        A second call does nothing, unless the first was interrupted: then it does the same again.
+        If a process does not end, that is logged, and the group keeps its slots: another process there would share the
+        GPU with it. A second call tries again, also after an interrupt; otherwise it does nothing.
         """
         with self._lock:
             self.killed = True
             self.enter(GroupState.ENDED)
             if not self._freed and self.reachable:
-                self._kill()
-                self.release()
-                self._freed = True
+                self.running = self._kill()
+                if self.running:
+                    _log.error("these processes do not end, and keep their slots: %s", "; ".join(self.running))
+                else:
+                    self.release()
+                    self._freed = True
             if self.hub is not None:
                 self.hub.close()
 
-    def _kill(self) -> None:
-        """Kill the processes and wait for their end on every node."""
+    def _kill(self) -> list[str]:
+        """Kill the processes, wait for their end on every node, and return those that still run."""
         for actor in self.actors:
             ray.kill(actor)
         by_node: dict[str, list[NodeProcess]] = {}
@@ -229,16 +235,18 @@ class ProcessHandles:
         here = by_node.pop(ray.get_runtime_context().get_node_id(), [])
         limits = END_SECONDS, KILL_SECONDS
         elsewhere = [begin_on_node(node, end_processes, processes, *limits) for node, processes in by_node.items()]
-        late = end_processes(here, *limits)
-        ready, _ = ray.wait(elsewhere, num_returns=len(elsewhere), timeout=NODE_SECONDS) if elsewhere else ([], [])
+        running = end_processes(here, *limits)
+        timeout = NODE_SECONDS + KILL_SECONDS  # longer than a process there is waited for
+        ready, late = ray.wait(elsewhere, num_returns=len(elsewhere), timeout=timeout) if elsewhere else ([], [])
         for reference in ready:
             with contextlib.suppress(RayError):  # they have ended with their node
-                late += ray.get(reference)
+                running += ray.get(reference)
         if late:
-            _log.error("processes could not be ended, and may still use their GPUs: %s", "; ".join(late))
+            _log.error("%d of %d nodes did not say whether their processes have ended", len(late), len(by_node))
         if self.watched:  # processes that have not said where they run are known to Ray alone
             timeout = REPORT_SECONDS if self.infos else END_SECONDS
             ray.wait(self.watched, num_returns=len(self.watched), timeout=timeout, fetch_local=False)
+        return running
 
 
 def is_port_closed(host: str, port: int) -> bool:

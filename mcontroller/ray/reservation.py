@@ -78,10 +78,16 @@ class Bundle:
 
 
 class Processes(Protocol):
-    """The processes of a group."""
+    """The processes of a group.
+
+    Attributes:
+        running: those that SIGKILL has not ended, which keep the slots of the group.
+    """
+
+    running: list[str]
 
     def end(self) -> None:
-        """Kill them, wait until they are gone, and free their slots; a second call does nothing."""
+        """Kill them, wait until they are gone, and free their slots; a second call tries again if that failed."""
 
 
 class Reservation:
@@ -112,6 +118,11 @@ class Reservation:
         self._session: object = None
         if not detached:
             weakref.finalize(self, _remove, self._groups)
+
+    @property
+    def running(self) -> str:
+        """The processes of all groups that SIGKILL has not ended, for messages."""
+        return "; ".join(text for processes in tuple(self.processes) for text in processes.running)
 
     @property
     def held(self) -> bool:

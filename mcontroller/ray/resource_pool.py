@@ -172,9 +172,21 @@ class RayResourcePool(ResourcePool):
         return [bundle for reservation in self._beside for bundle in reservation.bundles()]
 
     def shutdown(self) -> None:
-        """Return the bundles to the cluster. Ends every process that still runs in them; a second call does nothing."""
+        """Return the bundles to the cluster. Ends every process that still runs in them; a second call does nothing.
+
+        Raises:
+            ResourceError: SIGKILL has not ended a process. The pool keeps its bundles; a second call tries again.
+        """
         for processes in tuple(self._reservation.processes):  # else their groups would report that they died
             processes.end()
+        running = self._reservation.running
+        if running and self._reservation.held:
+            raise ResourceError(
+                f"pool {self.name_prefix!r} keeps its bundles, because SIGKILL has not ended processes in them: "
+                f"{running}. Shut it down again when they have ended, or leave their nodes out",
+                pool=self.name_prefix,
+                running=running,
+            )
         self._reservation.release()
 
     def __enter__(self) -> Self:
@@ -196,13 +208,17 @@ class RayResourcePool(ResourcePool):
         full = [rank for rank, bundle in enumerate(bundles) if None not in bundle.holders]
         if full:
             holders = sorted({name for rank in full for name in bundles[rank].holders if name})
+            fix = "Shut down one of these groups, or raise max_colocate_count"
+            if running := self._reservation.running:
+                fix = f"SIGKILL has not ended {running}: shut down its group again when it has ended"
             raise ResourceError(
                 f"group {group!r} needs a slot in each of the {len(bundles)} bundles of pool {self.name_prefix!r}, "
                 f"and {len(full)} of them have no free slot: max_colocate_count is {self.max_colocate_count}, and the "
-                f"slots are taken by {', '.join(holders)}. Shut down one of these groups, or raise max_colocate_count",
+                f"slots are taken by {', '.join(holders)}. {fix}",
                 pool=self.name_prefix,
                 max_colocate_count=self.max_colocate_count,
                 holders=holders,
+                running=running,
             )
         slots = [bundle.holders.index(None) for bundle in bundles]
         for bundle, slot in zip(bundles, slots, strict=True):

@@ -222,7 +222,8 @@ class RayExecutor:
 
         Raises:
             WorkerError: a worker's ``before_shutdown`` raised; the processes have been ended all the same.
-            CallTimeout: ``before_shutdown`` did not return in time; the processes have been ended all the same.
+            CallTimeout: ``before_shutdown`` did not return in time, or a rank is stopped (by SIGSTOP or a debugger) for
+                ``QUERY_SECONDS``; the processes have been ended all the same.
         """
         processes = self.processes
         try:
@@ -234,6 +235,7 @@ class RayExecutor:
                     with contextlib.suppress(GroupBroken, WorkerDied):  # it broke since the look
                         call = of_process.submit("before_shutdown", nothing, (), timeout=timeout)
             if call is not None:
+                processes.supervision.end_if_stopped(call)
                 for keeping in tuple(processes.supervision.keeping):
                     keeping.read_before_end(call.remaining())
                 with contextlib.suppress(WorkerDied):

@@ -20,7 +20,9 @@ from mcontroller.ray.process import ProcessInfo, ProcessPosition
 from parallel_state.hangs.record import RankRecord, read_rank_record
 from parallel_state.hangs.report import RecordedRanks
 
-_FROZEN = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": "has died", "": "has died"}
+_DIED = "has died"
+
+_FROZEN = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": _DIED, "": _DIED}
 """The states of processes that do not run, as ps has them, in the words of reports."""
 
 IN_NATIVE_CODE = "is in native code"
@@ -131,6 +133,19 @@ def late_error(
         cause=hang.cause,
         report=hang.report,
     )
+
+
+def stopped_ranks(infos: Sequence[ProcessInfo], timeout: float) -> set[int]:
+    """Return the ranks that are stopped, and did not go on within ``timeout`` seconds.
+
+    Args:
+        infos: where the process of every rank runs.
+        timeout: seconds to wait for the answers of the processes.
+    """
+    answers = ask([info.address for info in infos], "idle", timeout=timeout)
+    silent = [rank for rank, answer in enumerate(answers) if answer is None]
+    views = _read_from_outside([infos[rank] for rank in silent])
+    return {rank for rank, view in zip(silent, views, strict=True) if view.state not in ("", _DIED)}
 
 
 def _positions(infos: Sequence[ProcessInfo], ranks: Sequence[int], timeout: float) -> dict[int, ProcessPosition]:

@@ -39,7 +39,7 @@ from typing_extensions import Buffer
 from mcontroller.channel.controller import RECONNECT_SECONDS, Hub
 from mcontroller.errors import CallRejected, ConnectionLost, GroupError
 from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, first_cause
-from mcontroller.ray.calls.hangs import late_error, look_at_ranks
+from mcontroller.ray.calls.hangs import late_error, look_at_ranks, stopped_ranks
 from mcontroller.ray.process_handles import GroupState, ProcessHandles
 from mcontroller.ray.values.handles import ArgumentLost, ValuesLate
 from mcontroller.transport import rejection
@@ -431,6 +431,14 @@ class Supervision:
         return self.break_group(
             lambda: late_error(role, method, called, late, seconds, what, infos, coordinates, QUERY_SECONDS)
         )
+
+    def end_if_stopped(self, call: SentCall) -> None:
+        """End the group if a rank of a call is stopped, unless it goes on within ``QUERY_SECONDS`` or the deadline."""
+        left = call.remaining()
+        if left is not None and left <= QUERY_SECONDS:  # whose end reports the rank
+            return
+        if call.pending & stopped_ranks(self.handles.infos, QUERY_SECONDS):
+            call.end_late(QUERY_SECONDS)
 
     def values_late(self, late: ValuesLate, timeout: float) -> GroupError:
         """End the group whose processes did not send values of a finished call in time; return its error."""

@@ -15,6 +15,7 @@ import torch
 from mcontroller import DataProto, Dispatch, register
 from mcontroller.errors import CallTimeout, WorkerDied
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from mcontroller.ray.calls import supervision
 from tests.mcontroller.ray.batch_roles import Chained
 from tests.mcontroller.ray.roles import Plain
 
@@ -63,13 +64,16 @@ def test_values_of_a_stopped_rank_end_at_the_deadline_of_get(pool: RayResourcePo
     assert caught.value.ranks == (1,) and pool.holders == []
 
 
-def test_shutdown_with_the_values_of_a_stopped_rank_ends_at_its_deadline(pool: RayResourcePool, start: Start) -> None:
+def test_shutdown_does_not_wait_for_a_stopped_rank_or_its_values(
+    pool: RayResourcePool, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "QUERY_SECONDS", 1.0)
     group = start("rows", Chained)
     future = group.passed.options(blocking=False)(rows())
     assert future.wait(60)
     with stopped(group.pid()[1]), pytest.raises(CallTimeout) as caught:
-        group.shutdown(timeout=1)
-    assert 1 in caught.value.ranks
+        group.shutdown(timeout=600)
+    assert 1 in caught.value.ranks and caught.value.timeout == 1.0
     assert pool.holders == []
 
 

@@ -13,6 +13,7 @@ from mcontroller.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    process_handles,
     reservation,
 )
 from mcontroller.ray.process_handles import GroupState
@@ -38,6 +39,25 @@ def test_counts_that_are_not_positive_integers_are_rejected(sizes: Any, slots: A
 def test_the_processes_of_all_slots_fit_one_gpu_in_the_units_of_ray(slots: int) -> None:
     units = round(10_000 * RayResourcePool([1], max_colocate_count=slots).gpu_share)
     assert slots * units <= 10_000 < slots * (units + 1)
+
+
+def test_a_process_that_sigkill_does_not_end_keeps_its_slot(
+    pool: RayResourcePool, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = "pid 7 on here, in state D"
+    group, other = start("stuck"), pool.lease("other")
+    with monkeypatch.context() as patched:
+        patched.setattr(process_handles, "end_processes", lambda *_: [stuck])
+        group.shutdown()
+        with pytest.raises(ResourceError) as lease:
+            pool.lease("third")
+        with pytest.raises(ResourceError) as end:
+            pool.shutdown()
+    assert lease.value.running == end.value.running == stuck
+    other.release()
+    assert pool.holders == ["stuck"]
+    group.shutdown()  # the process has ended meanwhile
+    assert pool.holders == []
 
 
 def test_a_bundle_reserves_one_cpu_for_each_of_its_slots(pool: RayResourcePool) -> None:

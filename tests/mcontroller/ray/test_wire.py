@@ -13,8 +13,13 @@ from tensordict import TensorDict
 
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
+from mcontroller.local import LocalWorkerGroup
+from mcontroller.ray import RayWorkerGroup
 from mcontroller.ray.values.wire import IN_BAND_BYTES, pack
 from mcontroller.transport import Arguments
+from mcontroller.worker import ClassWithInitArgs
+from tests.mcontroller.ray.batch_roles import Chained
+from tests.mcontroller.ray.roles import Plain
 
 
 def travelled(value: object) -> object:
@@ -85,6 +90,22 @@ def test_what_arrives_is_written_into_without_a_trace_elsewhere() -> None:
     for value in first.values():
         value[:] = 1
     assert all(value.sum() == 0 for value in (*second.values(), *sent.values()))
+
+
+def test_an_object_reference_as_an_argument_becomes_its_value(steady: RayWorkerGroup) -> None:
+    ref, local = ray.put([41]), LocalWorkerGroup(ClassWithInitArgs(Plain, value=ray.put(42)), 4)
+    for group in (steady, local):
+        assert group.first(ref) == (0, [41])
+        assert group.first(value=ref) == (0, [41])
+        assert group.echo([ref, 1, ref, [ref]]) == [[41], 1, [41], [ref]]
+        assert group.later(ref).get()[3] == (3, [41])
+    assert local.get() == [42] * 4
+
+
+def test_an_object_reference_as_a_batch_is_split(ray_cluster: None) -> None:
+    batch = DataProto.from_dict({"ids": torch.arange(4)})
+    group = LocalWorkerGroup(Chained, 2)
+    assert group.passed(ray.put(batch)) == batch
 
 
 def test_object_references_and_actors_inside_a_value_stay_handles(ray_cluster: None) -> None:
