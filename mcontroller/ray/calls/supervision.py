@@ -363,7 +363,7 @@ class GroupProcesses:
         self.hub = Hub(
             uuid.uuid4().hex.encode(),
             lambda rank, frames: itself._deliver(rank, frames),
-            lambda rank, established: itself.connection_changed(rank, established),
+            lambda rank, established: itself._connection_changed(rank, established),
         )
         handles.hub = self.hub
         if not detached:
@@ -408,12 +408,12 @@ class GroupProcesses:
         if error is None:
             call.add(rank, data, frames[1:], stored)
         elif isinstance(error, CallRejected) and (error.role, error.method) == (call.role, call.method):
-            self.rejected(call, rank, error)
+            self._rejected(call, rank, error)
         else:
-            self.failed(call, rank, error)
-        self.answered(call, rank)
+            self._failed(call, rank, error)
+        self._answered(call, rank)
 
-    def answered(self, call: GroupCall, rank: int) -> None:
+    def _answered(self, call: GroupCall, rank: int) -> None:
         """Note that a rank has answered a call."""
         if len(call.pending) == 1:  # the last: before it is no longer pending, because an interrupt may come here
             if len(call.rejections) == len(call.ranks):
@@ -424,20 +424,20 @@ class GroupProcesses:
         if not call.pending:
             self._forget(call)
 
-    def rejected(self, call: GroupCall, rank: int, error: CallRejected) -> None:
+    def _rejected(self, call: GroupCall, rank: int, error: CallRejected) -> None:
         """Note that a rank has rejected a call, which fails unless the others do so too."""
         call.rejected_since = call.rejected_since or time.monotonic()
         call.rejections[rank] = error
         self._wake.set()
 
-    def failed(self, call: GroupCall | None, rank: int, error: BaseException) -> None:
+    def _failed(self, call: GroupCall | None, rank: int, error: BaseException) -> None:
         """Note the failure of a rank, whose cause the watch finds."""
         if call is not None:
             call.failing = True
         self.failures.append((call, rank, error))
         self._wake.set()
 
-    def connection_changed(self, rank: int, established: bool) -> None:
+    def _connection_changed(self, rank: int, established: bool) -> None:
         """Note that a connection was lost or is established."""
         state, since = self._connections.get(rank, (None, 0.0))
         if established and state is not None:
@@ -460,7 +460,7 @@ class GroupProcesses:
     def _fail_rejected(self, call: GroupCall) -> None:
         """Count the rejections of a call as failures, because other ranks have not rejected it."""
         for rank, error in call.rejections.items():
-            self.failed(call, rank, error)
+            self._failed(call, rank, error)
         call.rejections = {}
 
     def _sent_again(self) -> Iterator[tuple[int, list[bytes]]]:
@@ -527,7 +527,7 @@ class GroupProcesses:
                 deaths[rank] = self._connection_lost(rank)
         known = {rank for _, rank, _ in self.failures}
         for rank in deaths.keys() - known:
-            self.failed(self._first_call(rank), rank, deaths[rank])
+            self._failed(self._first_call(rank), rank, deaths[rank])
 
     def _first_call(self, rank: int) -> GroupCall | None:
         """Return the call that a rank is running, if it has one."""
@@ -560,24 +560,6 @@ class GroupProcesses:
         return self.break_group(
             lambda: late_error(role, method, called, late, seconds, what, infos, coordinates, QUERY_SECONDS)
         )
-
-    def end_if_stopped(self, call: GroupCall) -> None:
-        """End the group if a rank of a call is stopped, unless it goes on within ``QUERY_SECONDS`` or the deadline."""
-        left = call.remaining()
-        if left is not None and left <= QUERY_SECONDS:  # whose end reports the rank
-            return
-        if call.pending & stopped_ranks(self.handles.infos, QUERY_SECONDS):
-            call.end_late(QUERY_SECONDS)
-
-    def values_late(self, late: ValuesLate, timeout: float) -> GroupError:
-        """End the group whose processes did not send values of a finished call in time; return its error."""
-        actors = {handle.actor for handle in late.handles}
-        group = next((group for group in [self, *_living] if actors & set(group.handles.actor_ids)), self)
-        ranks = [rank for rank, actor in enumerate(group.handles.actor_ids) if actor in actors]
-        numbers = {handle.number for handle in late.handles}
-        known = next((call for call in tuple(group.keeping) if call.number in numbers), None)
-        role, method = (known.role, known.method) if known else (group.name, "an earlier call")
-        return group.time_out(role, method, ranks, ranks, timeout, VALUES_LATE)
 
     # ---- the first cause ---------------------------------------------------------------------------------------------
 
@@ -693,6 +675,24 @@ class GroupProcesses:
         limit = QUERY_SECONDS if timeout is None else min(QUERY_SECONDS, timeout)
         answers = ask([info.address for info in self.handles.infos], "idle", timeout=limit)
         return all(answer is not None and answer[0] for answer in answers)
+
+    def end_if_stopped(self, call: GroupCall) -> None:
+        """End the group if a rank of a call is stopped, unless it goes on within ``QUERY_SECONDS`` or the deadline."""
+        left = call.remaining()
+        if left is not None and left <= QUERY_SECONDS:  # whose end reports the rank
+            return
+        if call.pending & stopped_ranks(self.handles.infos, QUERY_SECONDS):
+            call.end_late(QUERY_SECONDS)
+
+    def values_late(self, late: ValuesLate, timeout: float) -> GroupError:
+        """End the group whose processes did not send values of a finished call in time; return its error."""
+        actors = {handle.actor for handle in late.handles}
+        group = next((group for group in [self, *_living] if actors & set(group.handles.actor_ids)), self)
+        ranks = [rank for rank, actor in enumerate(group.handles.actor_ids) if actor in actors]
+        numbers = {handle.number for handle in late.handles}
+        known = next((call for call in tuple(group.keeping) if call.number in numbers), None)
+        role, method = (known.role, known.method) if known else (group.name, "an earlier call")
+        return group.time_out(role, method, ranks, ranks, timeout, VALUES_LATE)
 
     def restart(self, timeout: float | None) -> None:
         """End these processes, and have others of the same roles run the calls from now on.
