@@ -37,7 +37,8 @@ from mcontroller import (
 from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.wire import configure, pack_answer, unpack_call
-from mcontroller.ray.calls.executor import GroupProcesses, RayExecutor
+from mcontroller.ray.calls.executor import RayExecutor
+from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import ProcessHandles

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import ResourceError
-from mcontroller.ray.calls.executor import GroupProcesses
+from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import GroupState, ProcessHandles
 from mcontroller.ray.resource_pool import SlotLease

@@ -14,8 +14,9 @@ from ray.exceptions import RayError
 
 from mcontroller.channel.address import ChannelKeys
 from mcontroller.errors import CallTimeout, ConfigError, DataError, ResourceError
-from mcontroller.ray.calls.executor import GroupCall, GroupProcesses, RayExecutor
+from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause
+from mcontroller.ray.calls.supervision import GroupCall, GroupProcesses
 from mcontroller.ray.detached import NAMESPACE, RecordedLease
 from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
 from mcontroller.ray.process_handles import GroupState, ProcessHandles

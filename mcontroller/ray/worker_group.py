@@ -10,7 +10,8 @@ from mcontroller.dispatch.registration import check_timeout
 from mcontroller.errors import ConfigError, ResourceError
 from mcontroller.group import WorkerGroup
 from mcontroller.locality import locality_lines
-from mcontroller.ray.calls.executor import GroupProcesses, RayExecutor
+from mcontroller.ray.calls.executor import RayExecutor
+from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.class_with_init import RayClassWithInitArgs, Roles, check_class_with_init
 from mcontroller.ray.detached import attach, find
 from mcontroller.ray.launch import launch
@@ -153,8 +154,7 @@ class RayWorkerGroup(WorkerGroup[W_co]):
 
     def fail_stuck_calls(self, seconds: float) -> None:
         """Report calls that run for so many seconds from now on, and fail those whose ranks wait for each other."""
-        supervision = self._processes.supervision
-        supervision.report_after, supervision.fail_stuck = seconds, True
+        self._processes.report_after, self._processes.fail_stuck = seconds, True
 
     # ---- several roles in one process ------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
         timeout: float | None,
         topology: Topology | None = None,
     ) -> None:
-        reported = name in processes.supervision.coordinates  # by another group of the same role
+        reported = name in processes.coordinates  # by another group of the same role
         super()._join(processes, name, worker_cls, role_classes, timeout, topology)
         if topology is None and hasattr(worker_cls, "get_megatron_rank_info"):
             lines = locality_lines(self.collect_topology())

@@ -1,4 +1,4 @@
-"""Supervision of a group: the states of its calls and processes, the first failure, and the end.
+"""The processes of a group and their calls: the states of calls and connections, the first failure, and the end.
 
 The first failure ends every process of the group. Ranks that wait for a peer in a collective would wait forever, so
 nothing more is sent to them: they are killed at once (``ProcessHandles.end``). The call in flight raises the first
@@ -24,24 +24,29 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import logging
 import os
 import select
 import threading
 import time
+import uuid
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
+from ray.exceptions import GetTimeoutError
 from typing_extensions import Buffer
 
-from mcontroller.channel.controller import RECONNECT_SECONDS, Hub
-from mcontroller.errors import CallRejected, ConnectionLost, GroupError
+from mcontroller.channel.controller import RECONNECT_SECONDS, CallOrder, Hub, ask, notify, notify_from_finalizer
+from mcontroller.channel.wire import Place, unpack_answer
+from mcontroller.errors import CallRejected, ConnectionLost, GroupError, ResourceError
 from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, first_cause
 from mcontroller.ray.calls.hangs import late_error, look_at_ranks, stopped_ranks
 from mcontroller.ray.process_handles import GroupState, ProcessHandles
-from mcontroller.ray.values.handles import ArgumentLost, ValuesLate
+from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, KeptValues, RemoteValue, ValuesLate, fetch
+from mcontroller.ray.values.wire import decode
 from mcontroller.transport import rejection
 
 QUERY_SECONDS = 5.0
@@ -61,6 +66,9 @@ AGAIN_SECONDS = 5.0
 
 FAIL_LOOKS = 10
 """A call fails after so many times ``report_after``, if stuck calls fail."""
+
+PLACE_SECONDS = 0.5
+"""Time between two looks whether rank 0, which was asked for a place, still exists."""
 
 IDLE_SECONDS = 1.0
 """Time after which the watch looks again whether a call is late, and whether its group still exists."""
@@ -88,16 +96,18 @@ class CallState(enum.Enum):
     """Its caller has cancelled it: all ranks run it or none, and its values are dropped."""
 
 
-class SentCall(ABC):
-    """A call and the ranks that have not answered it yet, as supervision sees it; ``GroupCall`` reads its values.
+class GroupCall:
+    """A call that was sent to its ranks, until its caller has read the values; see ``InFlightCall``.
 
     Args:
-        supervision: of the processes that run it.
+        group: the processes that run it.
         number: number of the call at this controller.
         role: the role that is called.
         method: name of the method.
         ranks: the ranks that run it.
+        returning: the ranks whose values come back, in the order of the results.
         timeout: deadline in seconds from now; None for no deadline.
+        keep: whether the values stay in the processes until they are read.
 
     Attributes:
         started: when the call was made, by ``time.monotonic``.
@@ -113,15 +123,18 @@ class SentCall(ABC):
 
     def __init__(
         self,
-        supervision: Supervision,
+        group: GroupProcesses,
         number: int,
         role: str,
         method: str,
         ranks: tuple[int, ...],
+        returning: Sequence[int],
         timeout: float | None,
+        keep: bool,
     ) -> None:
-        self.supervision, self.number = supervision, number
+        self.group, self.number = group, number
         self.role, self.method, self.ranks, self.timeout = role, method, ranks, timeout
+        self.returning, self.keep = returning, keep
         self.started = time.monotonic()
         self.pending = set(ranks)
         self.failing = False
@@ -131,10 +144,12 @@ class SentCall(ABC):
         self.rejected_since = 0.0
         self.cancelled = False
         self.error: GroupError | None = None
-
-    @abstractmethod
-    def add(self, rank: int, data: Buffer, frames: Sequence[Buffer], stored: bool) -> None:
-        """Keep the answer of a rank until it is read; if it is in the object store, until it is released there."""
+        self._handles, self._caller = group.handles, group.hub.name
+        self._returned = frozenset(returning)
+        self._answers: dict[int, tuple[Buffer, Sequence[Buffer]]] = {}
+        self._stored: list[int] = []
+        self._values: list[Any] | None = None
+        self._kept = self._keep_values() if keep else None
 
     @property
     def state(self) -> CallState:
@@ -168,9 +183,8 @@ class SentCall(ABC):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until every rank has answered or failed; return whether that happened in time."""
-        supervision = self.supervision
-        ended = self.is_complete() or supervision.handles.ended
-        if not ended and not supervision.hub.wait(self.is_complete, self.remaining(timeout)):
+        ended = self.is_complete() or self._handles.ended
+        if not ended and not self.group.hub.wait(self.is_complete, self.remaining(timeout)):
             if self.remaining() != 0.0:
                 return False
             self.end_late(None)
@@ -190,16 +204,102 @@ class SentCall(ABC):
         """End the group because the call is late, after ``timeout`` seconds; None for its deadline."""
         limit = min(limit for limit in (self.timeout, timeout) if limit is not None)
         late = sorted(self.pending)
-        self.error = self.supervision.time_out(self.role, self.method, self.ranks, late, limit, "had no answer in")
+        self.error = self.group.time_out(self.role, self.method, self.ranks, late, limit, "had no answer in")
 
     def lost_with_group(self) -> GroupError:
         """Return the reason why the call cannot be completed, or its values be read, after the end of the group."""
-        handles = self.supervision.handles
-        self.supervision.await_end()
+        handles = self._handles
+        self.group.await_end()
         if handles.cause is None:
             text = f"group {self.role} was shut down before {self.method} was complete, or before its result was read"
             return GroupError(text, role=self.role)
         return handles.broken_error(self.role) if self.is_complete() else handles.cause
+
+    def add(self, rank: int, data: Buffer, frames: Sequence[Buffer], stored: bool) -> None:
+        """Keep the answer of a rank until it is read; if it is in the object store, until it is released there."""
+        if not self.keep and rank in self._returned:
+            self._answers[rank] = data, frames
+            if stored:
+                self._stored.append(rank)
+                self._kept = self._kept or self._keep_values()
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Wait for every rank and return the values; see ``InFlightCall.result``."""
+        limit, began = self.timeout if timeout is None else timeout, time.monotonic()
+        self.check(timeout)
+        if self._values is None:
+            if self.keep and self._handles.ended:
+                raise self.lost_with_group()
+            try:
+                left = None if limit is None else max(0.0, began + limit - time.monotonic())
+                self._values = self._read(left)
+            except ValuesLate as late:
+                ids = self._handles.actor_ids
+                ranks = [ids.index(handle.actor) for handle in late.handles] or self.ranks
+                self.error = self.group.time_out(self.role, self.method, ranks, ranks, limit or 0.0, VALUES_LATE)
+                raise self.error from None
+            self._answers.clear()
+            self._kept = None
+        return self._values
+
+    def _read(self, timeout: float | None) -> list[Any]:
+        if self.keep:
+            return fetch(self.parts, timeout)
+        try:
+            return decode([self._answers[rank] for rank in self.returning], timeout)
+        except GetTimeoutError:
+            raise ValuesLate([self._handle(rank, outline=False) for rank in self._stored]) from None
+
+    def cancel(self) -> None:
+        """Cancel the call on all ranks if none has started it; otherwise all run it, and the values are dropped."""
+        if self._values is not None or self.error is not None:
+            return
+        self.cancelled = self.state is not CallState.ANSWERED
+        self.error = GroupError(f"{self.role}.{self.method} was cancelled", role=self.role, method=self.method)
+        if self._handles.ended:
+            return
+        addresses = [self._handles.infos[rank].address for rank in self.ranks]
+        on_all = False
+        try:
+            answers = ask(addresses, "prepare", self._caller, self.number, timeout=QUERY_SECONDS)
+            on_all = all(answer is not None and answer[0] for answer in answers)
+        finally:  # a rank that prepared and gets no decision would wait forever
+            notify(addresses, "commit", self._caller, self.number, on_all)
+
+    def read_before_end(self, timeout: float | None) -> None:
+        """Read values that the processes keep, because they are about to be ended; at most for these seconds."""
+        if self.keep and self._values is None and self.state is CallState.ANSWERED:
+            # the reader gets the reason why the group ended
+            with contextlib.suppress(ValuesLate, GroupError, ArgumentFailed):
+                self._values = fetch(self.parts, timeout)
+
+    @property
+    def parts(self) -> list[Any]:
+        """Handles of the returned values, in the order of the results."""
+        return [self._handle(rank, outline=False) for rank in self.returning]
+
+    @property
+    def outlines(self) -> list[Any]:
+        """Handles of the outlines of the returned values; empty unless they are kept on the ranks."""
+        return [self._handle(rank, outline=True) for rank in self.returning] if self.keep else []
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the values are in this process."""
+        return self._values is not None
+
+    def _handle(self, rank: int, *, outline: bool) -> RemoteValue:
+        address, actor = self._handles.infos[rank].address, self._handles.actors[rank]._actor_id.hex()
+        return RemoteValue(address, actor, self._caller, self.number, outline, self._kept)
+
+    def _keep_values(self) -> KeptValues:
+        return KeptValues(partial(_release, self._handles, tuple(self.returning), self._caller, self.number))
+
+
+def _release(handles: ProcessHandles, ranks: Sequence[int], caller: bytes, number: int) -> None:
+    """Release the result of a call on ranks, unless their processes have been ended."""
+    if not handles.killed:
+        notify_from_finalizer([handles.infos[rank].address for rank in ranks], "release", caller, number)
 
 
 # ---- the group ------------------------------------------------------------------------------------------------------
@@ -213,18 +313,24 @@ class Connection(enum.Enum):
     """It is established again, and what it may have lost was not sent again yet."""
 
 
-class Supervision:
-    """The calls in flight on the processes of a group, the connections to them, and their first failure.
+class GroupProcesses:
+    """The processes of a group, which the executors of all its roles send their calls to, and what goes wrong there.
 
     The watch's threads do not keep it from being garbage-collected, which ends the processes.
 
     Args:
         name: name of the group.
         handles: the processes; their state and the first cause are kept there.
-        hub: the connections to the processes.
         detached: whether the processes outlive this driver.
 
     Attributes:
+        hub: the connections to the processes; its name identifies this controller in the calls that it sends.
+        executors: the executors of its roles.
+        launch_again: starts such processes once more, but not on nodes with these ids; None if another driver has
+            started them.
+        sending: held while a call is sent, so that all ranks get the calls of several threads in one order.
+        numbers: the numbers of calls.
+        order: assigns the places of calls, if this controller is the only one.
         coordinates: index on each axis, by role and rank, as far as known.
         report_after: ``ChannelOptions.report_after``, which a program may change between calls.
         fail_stuck: whether such a call fails, as after a deadline, if its ranks still wait for the same twice as long
@@ -235,28 +341,37 @@ class Supervision:
         earlier: the processes that these have replaced, with the failures that explain why their values are lost.
     """
 
-    def __init__(self, name: str, handles: ProcessHandles, hub: Hub, *, detached: bool) -> None:
-        self.name, self.handles, self.hub, self.detached = name, handles, hub, detached
+    def __init__(self, name: str, handles: ProcessHandles, *, detached: bool = False) -> None:
+        self.name, self.handles, self.detached = name, handles, detached
+        self.executors: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.launch_again: Callable[[float | None, Set[str]], GroupProcesses] | None = None
+        self.sending = threading.RLock()
+        self.numbers = itertools.count()
+        self.order = CallOrder()
         self.coordinates: dict[str, Sequence[Mapping[str, int]]] = {}
         self.report_after, self.fail_stuck = handles.options.report_after, False
-        self.calls: dict[int, SentCall] = {}
-        self.keeping: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.failures: list[tuple[SentCall | None, int, BaseException]] = []
+        self.calls: dict[int, GroupCall] = {}
+        self.keeping: weakref.WeakSet[GroupCall] = weakref.WeakSet()
+        self.failures: list[tuple[GroupCall | None, int, BaseException]] = []
         self.earlier: list[ProcessHandles] = []
         self._connections: dict[int, tuple[Connection, float]] = {}  # and since when it was lost
         self._raises_cause = False  # whether the next call raises the cause, because none was in flight
         self._late = _LateCall()
         self._lock = threading.RLock()
         self._wake = _Wake()
-        handles.hub = hub
+        itself = weakref.proxy(self)  # the hub must not keep an unused group from being garbage-collected
+        self.hub = Hub(
+            uuid.uuid4().hex.encode(),
+            lambda rank, frames: itself._deliver(rank, frames),
+            lambda rank, established: itself._connection_changed(rank, established),
+        )
+        handles.hub = self.hub
         if not detached:
             weakref.finalize(self, handles.end)
-
-    def start(self) -> None:
-        """Watch the processes from now on."""
+        self.hub.connect([info.address for info in handles.infos])
         _living.add(self)
-        arguments = weakref.ref(self), self._wake, self.handles.watch(self._wake.set)
-        threading.Thread(target=_watch, args=arguments, name=f"watch {self.name}", daemon=True).start()
+        arguments = weakref.ref(self), self._wake, handles.watch(self._wake.set)
+        threading.Thread(target=_watch, args=arguments, name=f"watch {name}", daemon=True).start()
 
     @property
     def state(self) -> GroupState:
@@ -284,7 +399,21 @@ class Supervision:
 
     # ---- what happens to calls and connections: reported by the hub, whose lock is held -----------------------------
 
-    def answered(self, call: SentCall, rank: int) -> None:
+    def _deliver(self, rank: int, frames: list[Any]) -> None:
+        """Add the answer of a rank to its call; the hub's lock is held."""
+        number, error, stored, data = unpack_answer(frames[0])
+        call = self.calls.get(number)
+        if call is None or rank not in call.pending:  # the answer was sent again
+            return
+        if error is None:
+            call.add(rank, data, frames[1:], stored)
+        elif isinstance(error, CallRejected) and (error.role, error.method) == (call.role, call.method):
+            self._rejected(call, rank, error)
+        else:
+            self._failed(call, rank, error)
+        self._answered(call, rank)
+
+    def _answered(self, call: GroupCall, rank: int) -> None:
         """Note that a rank has answered a call."""
         if len(call.pending) == 1:  # the last: before it is no longer pending, because an interrupt may come here
             if len(call.rejections) == len(call.ranks):
@@ -295,20 +424,20 @@ class Supervision:
         if not call.pending:
             self._forget(call)
 
-    def rejected(self, call: SentCall, rank: int, error: CallRejected) -> None:
+    def _rejected(self, call: GroupCall, rank: int, error: CallRejected) -> None:
         """Note that a rank has rejected a call, which fails unless the others do so too."""
         call.rejected_since = call.rejected_since or time.monotonic()
         call.rejections[rank] = error
         self._wake.set()
 
-    def failed(self, call: SentCall | None, rank: int, error: BaseException) -> None:
+    def _failed(self, call: GroupCall | None, rank: int, error: BaseException) -> None:
         """Note the failure of a rank, whose cause the watch finds."""
         if call is not None:
             call.failing = True
         self.failures.append((call, rank, error))
         self._wake.set()
 
-    def connection_changed(self, rank: int, established: bool) -> None:
+    def _connection_changed(self, rank: int, established: bool) -> None:
         """Note that a connection was lost or is established."""
         state, since = self._connections.get(rank, (None, 0.0))
         if established and state is not None:
@@ -321,17 +450,17 @@ class Supervision:
                     self._forget(call)
         self._wake.set()
 
-    def _forget(self, call: SentCall) -> None:
+    def _forget(self, call: GroupCall) -> None:
         """Drop what a complete call does not need any more."""
         call.sent.clear()
         call.held.clear()
         if not call.failing:
             self.calls.pop(call.number, None)
 
-    def _fail_rejected(self, call: SentCall) -> None:
+    def _fail_rejected(self, call: GroupCall) -> None:
         """Count the rejections of a call as failures, because other ranks have not rejected it."""
         for rank, error in call.rejections.items():
-            self.failed(call, rank, error)
+            self._failed(call, rank, error)
         call.rejections = {}
 
     def _sent_again(self) -> Iterator[tuple[int, list[bytes]]]:
@@ -380,7 +509,7 @@ class Supervision:
         while self.failures and not self.handles.ended:
             self._find_cause()
 
-    def _are_rejections_late(self, call: SentCall) -> bool:
+    def _are_rejections_late(self, call: GroupCall) -> bool:
         """Return whether ranks that run a call have not rejected it for longer than ranks that agree need."""
         if not call.rejections or time.monotonic() - call.rejected_since < CAUSE_SECONDS:
             return False
@@ -398,9 +527,9 @@ class Supervision:
                 deaths[rank] = self._connection_lost(rank)
         known = {rank for _, rank, _ in self.failures}
         for rank in deaths.keys() - known:
-            self.failed(self._first_call(rank), rank, deaths[rank])
+            self._failed(self._first_call(rank), rank, deaths[rank])
 
-    def _first_call(self, rank: int) -> SentCall | None:
+    def _first_call(self, rank: int) -> GroupCall | None:
         """Return the call that a rank is running, if it has one."""
         return next((call for call in tuple(self.calls.values()) if rank in call.pending), None)
 
@@ -431,24 +560,6 @@ class Supervision:
         return self.break_group(
             lambda: late_error(role, method, called, late, seconds, what, infos, coordinates, QUERY_SECONDS)
         )
-
-    def end_if_stopped(self, call: SentCall) -> None:
-        """End the group if a rank of a call is stopped, unless it goes on within ``QUERY_SECONDS`` or the deadline."""
-        left = call.remaining()
-        if left is not None and left <= QUERY_SECONDS:  # whose end reports the rank
-            return
-        if call.pending & stopped_ranks(self.handles.infos, QUERY_SECONDS):
-            call.end_late(QUERY_SECONDS)
-
-    def values_late(self, late: ValuesLate, timeout: float) -> GroupError:
-        """End the group whose processes did not send values of a finished call in time; return its error."""
-        actors = {handle.actor for handle in late.handles}
-        group = next((group for group in [self, *_living] if actors & set(group.handles.actor_ids)), self)
-        ranks = [rank for rank, actor in enumerate(group.handles.actor_ids) if actor in actors]
-        numbers = {handle.number for handle in late.handles}
-        known = next((call for call in tuple(group.keeping) if call.number in numbers), None)
-        role, method = (known.role, known.method) if known else (group.name, "an earlier call")
-        return group.time_out(role, method, ranks, ranks, timeout, VALUES_LATE)
 
     # ---- the first cause ---------------------------------------------------------------------------------------------
 
@@ -532,8 +643,88 @@ class Supervision:
         coordinates = self.coordinates.get(role)
         return RankLabel(role, rank, coordinates[rank] if coordinates else {}, self.handles.infos[rank])
 
+    # ---- for executors -----------------------------------------------------------------------------------------------
 
-_living: weakref.WeakSet[Supervision] = weakref.WeakSet()
+    def places(self, call: GroupCall) -> list[Place | None]:
+        """Return the call that each rank of a call runs before it, which rank 0 knows.
+
+        Raises:
+            CallTimeout: rank 0 has not answered before the deadline of the call.
+        """
+        first = [self.handles.infos[0].address]
+        while not self.handles.ended:
+            left = call.remaining(PLACE_SECONDS)
+            [answer] = ask(first, "place", self.hub.name, call.number, call.ranks, timeout=left)
+            if answer is not None:
+                places: list[Place | None] = answer[0]
+                return places
+            if call.timeout is not None and call.remaining() == 0.0:
+                what = "got no place in the order of calls in"
+                raise self.time_out(call.role, call.method, (0,), (0,), call.timeout, what)
+            time.sleep(LOST_SECONDS)  # the connection may be lost
+        return [None] * len(call.ranks)  # nothing is sent any more
+
+    def is_idle(self, timeout: float | None) -> bool:
+        """Return whether no call runs, of this controller or another, on a group that works."""
+        if not self.handles.ended:
+            self.hub.wait(lambda: True, 0)  # receive what has arrived
+        if self.state is not GroupState.READY or self.failures:
+            return False
+        if not self.detached:
+            return True
+        limit = QUERY_SECONDS if timeout is None else min(QUERY_SECONDS, timeout)
+        answers = ask([info.address for info in self.handles.infos], "idle", timeout=limit)
+        return all(answer is not None and answer[0] for answer in answers)
+
+    def end_if_stopped(self, call: GroupCall) -> None:
+        """End the group if a rank of a call is stopped, unless it goes on within ``QUERY_SECONDS`` or the deadline."""
+        left = call.remaining()
+        if left is not None and left <= QUERY_SECONDS:  # whose end reports the rank
+            return
+        if call.pending & stopped_ranks(self.handles.infos, QUERY_SECONDS):
+            call.end_late(QUERY_SECONDS)
+
+    def values_late(self, late: ValuesLate, timeout: float) -> GroupError:
+        """End the group whose processes did not send values of a finished call in time; return its error."""
+        actors = {handle.actor for handle in late.handles}
+        group = next((group for group in [self, *_living] if actors & set(group.handles.actor_ids)), self)
+        ranks = [rank for rank, actor in enumerate(group.handles.actor_ids) if actor in actors]
+        numbers = {handle.number for handle in late.handles}
+        known = next((call for call in tuple(group.keeping) if call.number in numbers), None)
+        role, method = (known.role, known.method) if known else (group.name, "an earlier call")
+        return group.time_out(role, method, ranks, ranks, timeout, VALUES_LATE)
+
+    def restart(self, timeout: float | None) -> None:
+        """End these processes, and have others of the same roles run the calls from now on.
+
+        Raises:
+            ResourceError: another driver has started these processes, or there is no slot.
+        """
+        if self.launch_again is None:
+            raise ResourceError(
+                f"group {self.name} was started by another driver, which alone can restart it: restart it there, or "
+                "shut it down and start another one",
+                name=self.name,
+            )
+        restarted = GroupError(f"group {self.name} was restarted", role=self.name)
+        cause = self.break_group(lambda: restarted)
+        self.handles.end()
+        self.handles.enter(GroupState.RESTARTING)
+        try:
+            after = self.launch_again(timeout, self.handles.gone)
+        except BaseException:
+            self.handles.enter(GroupState.BROKEN)
+            raise
+        self.handles.enter(GroupState.ENDED)
+        self.handles.cause, self.handles.hub = cause, None
+        after.earlier = [*self.earlier, self.handles]
+        after.coordinates = self.coordinates
+        for executor in list(self.executors):
+            executor.processes = after
+            after.executors.add(executor)
+
+
+_living: weakref.WeakSet[GroupProcesses] = weakref.WeakSet()
 
 
 def error_of_process(actor: str) -> GroupError | None:
@@ -575,17 +766,17 @@ class _Wake:
         os.close(self.descriptor)
 
 
-def _watch(group: weakref.ref[Supervision], wake: _Wake, processes: Sequence[int]) -> None:
+def _watch(group: weakref.ref[GroupProcesses], wake: _Wake, processes: Sequence[int]) -> None:
     """Have the group look whenever something has happened, and once a second.
 
     Args:
-        group: the supervision of the group.
+        group: the processes of the group.
         wake: something has happened.
         processes: descriptors of the processes that this one can see; they are closed at the end.
     """
     try:
-        while (supervision := group()) is not None and (following := supervision.look()) is not None:
-            del supervision
+        while (watched := group()) is not None and (following := watched.look()) is not None:
+            del watched
             seconds, connections = following
             poll = select.poll()
             for descriptor in (wake.descriptor, connections, *processes):
@@ -601,30 +792,30 @@ class _LateCall:
     """Logs who waits for whom in a call that has had no answer for long: once, and again when it is another wait.
 
     A wait is logged if two looks find the same: ranks of a call that makes progress wait too, but not for long. If they
-    wait for the same much later, and ``Supervision.fail_stuck``, the deadline of the call is now. If no rank waits for
-    another, their stacks are logged if two looks, of which the second is much later, find the same.
+    wait for the same much later, and stuck calls fail, the deadline of the call is now. If no rank waits for another,
+    their stacks are logged if two looks, of which the second is much later, find the same.
     """
 
     def __init__(self) -> None:
         self._number = -1
 
-    def look(self, call: SentCall) -> bool:
+    def look(self, call: GroupCall) -> bool:
         """Look at the oldest call in flight, if it is time to; return whether it is to fail because it is stuck."""
-        supervision = call.supervision
-        coordinates = supervision.coordinates.get(call.role, ())
+        group = call.group
+        coordinates = group.coordinates.get(call.role, ())
         if call.number != self._number:
             self._number, self._looked, self._looks = call.number, call.started, 0
             self._waits = self._reported = self._stacks = ""
-        now, left, every = time.monotonic(), call.remaining(), supervision.report_after
+        now, left, every = time.monotonic(), call.remaining(), group.report_after
         if every is None or (left is not None and left < 2 * QUERY_SECONDS):  # then the deadline reports it
             return False
         is_new = self._waits not in ("", self._reported)
         due = self._looked + (AGAIN_SECONDS if is_new else every * 2**self._looks)
-        if now < (min(due, call.started + FAIL_LOOKS * every) if supervision.fail_stuck else due):
+        if now < (min(due, call.started + FAIL_LOOKS * every) if group.fail_stuck else due):
             return False
         self._looks += not is_new  # a look takes seconds if a rank holds the interpreter: ever fewer of a long call
         late = sorted(call.pending)
-        hang = look_at_ranks(supervision.handles.infos, coordinates, call.ranks, late, QUERY_SECONDS)
+        hang = look_at_ranks(group.handles.infos, coordinates, call.ranks, late, QUERY_SECONDS)
         self._looked = time.monotonic()
         stuck = hang.report != "" and hang.report == self._reported  # since a look at least twice ``every`` ago
         stacks = "" if hang.report else "\n".join(hang.stacks.values())
@@ -634,4 +825,4 @@ class _LateCall:
             who = f"{call.role}.{call.method} has no answer from {len(late)} of {len(call.ranks)} ranks"
             _logger.warning("%s after %.0f s: %s\n\n%s", who, now - call.started, hang.cause, found)
         self._waits, self._stacks = hang.report, stacks
-        return supervision.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every)
+        return group.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every)

@@ -12,7 +12,8 @@ import pytest
 from mcontroller.errors import ConnectionLost, DataError, GroupBroken
 from mcontroller.ray import RayWorkerGroup
 from mcontroller.ray.calls import supervision
-from mcontroller.ray.calls.executor import GroupCall, GroupProcesses, RayExecutor
+from mcontroller.ray.calls.executor import RayExecutor
+from mcontroller.ray.calls.supervision import GroupCall, GroupProcesses
 from mcontroller.transport import Arguments
 from tests.mcontroller.channel.endpoints import cut_local_connections
 from tests.mcontroller.channel.network import Network
@@ -75,7 +76,7 @@ def test_a_lost_call_runs_before_one_sent_while_the_connection_was_lost(
     start: Start, networks: list[Network], detached: bool
 ) -> None:
     executor = through(networks, start("plain", Numbered))
-    executor.processes.supervision.detached = detached
+    executor.processes.detached = detached
     assert call(executor, "number") == [1, 1]
 
     def submit() -> GroupCall:

@@ -19,7 +19,7 @@ from ray._private import internal_api
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import GroupError, WorkerDied, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from mcontroller.ray.calls import executor
+from mcontroller.ray.calls import executor, supervision
 from parallel_state import ParallelLayout, Topology
 from tests.mcontroller.ray.batch_roles import Batches, Chained
 
@@ -140,7 +140,8 @@ def test_a_future_is_not_fetched_by_the_controller_on_its_way(
         fetched.extend((handle.caller, handle.number) for handle in handles if not handle.outline)
         return fetch(handles, timeout)
 
-    monkeypatch.setattr(executor, "fetch", counting)
+    for module in (executor, supervision):
+        monkeypatch.setattr(module, "fetch", counting)
     first = groups["wide"].same_later(batch(LARGE))
     chained = groups["third"].same_later(first)
     assert chained.wait(60)

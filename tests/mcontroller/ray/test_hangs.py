@@ -55,7 +55,7 @@ def test_a_stuck_call_is_reported_once_and_fails_without_a_deadline(
 ) -> None:
     monkeypatch.setattr(supervision, "AGAIN_SECONDS", 0.2)
     with pairs(report_after=60.0) as group:
-        stages, supervised = Stages(patience=0.5, factor=3.0), group.executor.processes.supervision
+        stages, supervised = Stages(patience=0.5, factor=3.0), group.executor.processes
         stages.ran("other", 0.0, 9.0)
         for seconds, expected in ((0.1, 0.5), (0.3, 0.9)):
             stages.ran("skip", 0.0, seconds)

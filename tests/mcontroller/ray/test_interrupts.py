@@ -29,7 +29,8 @@ from mcontroller.channel.controller import ask
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import GroupBroken
 from mcontroller.ray import process_handles
-from mcontroller.ray.calls.executor import GroupCall, GroupProcesses, RayExecutor
+from mcontroller.ray.calls.executor import RayExecutor
+from mcontroller.ray.calls.supervision import GroupCall, GroupProcesses
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import ProcessHandles

@@ -9,7 +9,8 @@ import pytest
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import GroupError
 from mcontroller.ray import process_handles
-from mcontroller.ray.calls.executor import GroupProcesses, RayExecutor
+from mcontroller.ray.calls.executor import RayExecutor
+from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.process_handles import GroupState, ProcessHandles
 
 SESSION = ("node", "job")
@@ -59,9 +60,9 @@ def test_a_restarted_group_knows_why_values_of_earlier_processes_are_lost(monkey
     executor.fail(FIRST)
     executor.restart()
     assert executor.processes is second and executor.broken is None
-    assert first.supervision.state is GroupState.ENDED
+    assert first.state is GroupState.ENDED
     executor.restart()  # of a group that works
-    assert executor.processes is third and third.supervision.state is GroupState.READY
-    assert third.supervision.error_for("first") is FIRST
-    assert isinstance(third.supervision.error_for("second"), GroupError)
+    assert executor.processes is third and third.state is GroupState.READY
+    assert third.error_for("first") is FIRST
+    assert isinstance(third.error_for("second"), GroupError)
     third.handles.end()
