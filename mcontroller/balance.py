@@ -12,8 +12,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
+from operator import itemgetter
 from random import Random
-from typing import Any
 
 # The number of items that one construction, or one refinement, may visit.
 _DIFFERENCING_STEPS = 300_000
@@ -70,9 +70,9 @@ def _heaviest(bins: Bins, weights: Sequence[int]) -> int:
 def _starts(weights: Sequence[int], bins: int, equal_count: bool) -> Iterator[Bins]:
     if not equal_count:
         if len(weights) * bins <= _DIFFERENCING_STEPS:
-            yield _differencing(weights, bins)
+            yield _differencing(weights, bins, 1)
         yield _greedy(weights, bins)
-    yield _balanced_differencing(weights, bins)
+    yield _differencing(weights, bins, bins)
     shuffled, random = list(range(len(weights))), Random(0)
     for _ in range(min(_RANDOM_PARTITIONS, _RANDOM_ITEMS // max(len(weights), 1))):
         random.shuffle(shuffled)
@@ -93,60 +93,27 @@ def _greedy(weights: Sequence[int], bins: int) -> Bins:
     return filled
 
 
-_Node = list[tuple[int, Any]]
-"""A partial solution of the differencing method: one pair (sum, tree of items) per bin, heaviest first."""
+def _differencing(weights: Sequence[int], bins: int, together: int) -> Bins:
+    """Unite the two partial solutions whose bins differ most, heavy bins with light ones, until one is left.
 
-
-def _differencing(weights: Sequence[int], bins: int) -> Bins:
-    empty: _Node = [(0, None)] * (bins - 1)
-    return _combine(([(weights[item], item), *empty] for item in range(len(weights))), bins)
-
-
-def _balanced_differencing(weights: Sequence[int], bins: int) -> Bins:
+    Args:
+        weights: weight of every item.
+        bins: number of bins.
+        together: items of each solution at the start; the balanced form begins with one in each bin.
+    """
     order = _heaviest_first(weights)
-
-    def node(start: int) -> _Node:
-        group: _Node = [(weights[item], item) for item in order[start : start + bins]]
-        return group + [(0, None)] * (bins - len(group))
-
-    return _combine((node(start) for start in range(0, len(order), bins)), bins)
-
-
-def _combine(nodes: Iterator[_Node], bins: int) -> Bins:
-    heap = [(node[-1][0] - node[0][0], serial, node) for serial, node in enumerate(nodes)]
-    if not heap:
-        return [[] for _ in range(bins)]
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []  # negative difference, serial number, heaviest first
+    for start in range(0, len(order), together):
+        items = order[start : start + together]
+        solution = [(weights[item], [item]) for item in items] + [(0, list[int]())] * (bins - len(items))
+        heap.append((solution[-1][0] - solution[0][0], start, solution))
     heapify(heap)
-    serial = len(heap)
-    while len(heap) > 1:
+    for serial in range(len(order), len(order) + len(heap) - 1):
         first, second = heappop(heap)[2], heappop(heap)[2]
         pairs = zip(first, reversed(second), strict=True)
-        merged = [(a + b, _join(left, right)) for (a, left), (b, right) in pairs]
-        merged.sort(key=_by_sum, reverse=True)
-        heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
-        serial += 1
-    return [_items(tree) for _, tree in heap[0][2]]
-
-
-def _by_sum(entry: tuple[int, Any]) -> int:
-    return entry[0]
-
-
-def _join(left: Any, right: Any) -> Any:
-    if left is None or right is None:
-        return left if right is None else right
-    return left, right
-
-
-def _items(tree: Any) -> list[int]:
-    items, stack = [], [tree]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, tuple):
-            stack.extend(node)
-        elif node is not None:
-            items.append(node)
-    return items
+        united = sorted(((a + b, left + right) for (a, left), (b, right) in pairs), key=itemgetter(0), reverse=True)
+        heappush(heap, (united[-1][0] - united[0][0], serial, united))
+    return [items for _, items in heap[0][2]]
 
 
 def _refine(bins: Bins, weights: Sequence[int], may_move: bool) -> Bins:

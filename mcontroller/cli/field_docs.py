@@ -18,11 +18,11 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mcontroller.config.fields import nested_config
+from mcontroller.config.fields import mapped_config, nested_config
 
 _UNIT = re.compile(r"\[([^]]+)\]\s*")
 
@@ -39,7 +39,8 @@ class FieldDoc:
         unit: the unit of its value, or an empty string.
         default: its default as text: "required", or a Python literal.
         meaning: what it does; empty if it is not documented.
-        nested: the dataclass of its value; None for other values.
+        nested: the dataclass of its value, or of the values of a mapping by name; None for other values.
+        nested_key: the key of ``nested``: ``key``, or, in a mapping, ``key.NAME``.
     """
 
     key: str
@@ -50,33 +51,34 @@ class FieldDoc:
     default: str
     meaning: str
     nested: type[Any] | None
+    nested_key: str
 
 
-def fields_of(cls: type, prefix: str = "", parts: Mapping[str, type] | None = None) -> list[FieldDoc]:
+def fields_of(cls: type, prefix: str = "") -> list[FieldDoc]:
     """Return the fields of a dataclass, inherited ones first, in the order of declaration.
 
     Args:
         cls: the dataclass.
         prefix: the dotted key of ``cls``, with a dot at the end.
-        parts: the dataclasses of fields that are declared as ``Any``, by key.
     """
     docs = []
     for field in dataclasses.fields(cls):
         owner = next(base for base in cls.__mro__ if field.name in vars(base).get("__annotations__", {}))
         annotation, text = _declarations(owner)[field.name]
         unit, meaning = _unit_and_meaning(text)
-        key = f"{prefix}{field.name}"
-        nested = nested_config(cls, field.name) or (parts or {}).get(key)
-        docs.append(FieldDoc(key, owner, field.name, annotation, unit, _default(field), meaning, nested))
+        key, mapped = f"{prefix}{field.name}", mapped_config(cls, field.name)
+        nested, nested_key = mapped or nested_config(cls, field.name), f"{key}.NAME" if mapped else key
+        default = _default(field)
+        docs.append(FieldDoc(key, owner, field.name, annotation, unit, default, meaning, nested, nested_key))
     return docs
 
 
-def fields_under(cls: type, prefix: str = "", parts: Mapping[str, type] | None = None) -> Iterator[FieldDoc]:
+def fields_under(cls: type, prefix: str = "") -> Iterator[FieldDoc]:
     """Yield the fields of a dataclass and of all dataclasses in it, with the arguments of ``fields_of``."""
-    for field in fields_of(cls, prefix, parts):
+    for field in fields_of(cls, prefix):
         yield field
         if field.nested is not None:
-            yield from fields_under(field.nested, f"{field.key}.", parts)
+            yield from fields_under(field.nested, f"{field.nested_key}.")
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,15 +12,11 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from mcontroller.cli.field_docs import FieldDoc, fields_of, fields_under
 from mcontroller.cli.main import CONFIGS, VERBS, entry_points
-from mcontroller.config.imports import import_class
 from mcontroller.errors import ConfigError
-
-ROOT = "run"
-"""Name of the entry point whose keys have no prefix."""
 
 PAGE_HEAD = """# Configuration
 
@@ -38,50 +34,26 @@ _SENTENCE = re.compile(r"(?<=[.?])\s(?=[A-Z`])(?!None:)")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("key", nargs="?", help="a key, the last parts of one, or a section; default: all sections")
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="MODULE:CLASS",
-        help="explain the keys of this dataclass as well, for a program with its own configuration",
-    )
     parser.add_argument("--markdown", action="store_true", help="print the page of all fields")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the explanation of a key, the sections, or the page of all fields."""
-    classes, parts = roots(arguments.config)
+    config = run_config()
     if arguments.markdown:
-        text = config_page(classes, parts)
+        text = config_page(config)
     elif arguments.key is None:
-        sections = [field for cls in classes for field in fields_of(cls, parts=parts)]
-        text = "\n".join(_line(field) for field in _unique(sections)) + "\n"
+        text = "\n".join(map(_line, fields_of(config))) + "\n"
     else:
-        text = explanation_of(arguments.key, all_fields(classes, parts))
+        text = explanation_of(arguments.key, list(fields_under(config)))
     sys.stdout.write(text)
     return 0
 
 
-def roots(paths: Iterable[str] = ()) -> tuple[list[type], dict[str, type]]:
-    """Return the dataclasses whose keys have no prefix, and the registered dataclasses of other keys.
-
-    Args:
-        paths: more roots, each ``package.module:Class``.
-
-    Raises:
-        ConfigError: a path is not an importable class.
-    """
-    registered = {name: entry.load() for name, entry in entry_points(CONFIGS).items()}
-    first: list[type] = [registered.pop(ROOT)] if ROOT in registered else []
-    return first + [import_class(path, "--config") for path in paths], registered
-
-
-def all_fields(classes: Iterable[type], parts: dict[str, type]) -> list[FieldDoc]:
-    """Return every field under the roots and under the registered parts that no root contains."""
-    fields = [field for cls in classes for field in fields_under(cls, parts=parts)]
-    keys = {field.key for field in fields}
-    others = [(name, cls) for name, cls in parts.items() if name not in keys]
-    return _unique(fields + [field for name, cls in others for field in fields_under(cls, f"{name}.", parts)])
+def run_config() -> type:
+    """Return the dataclass of the configuration of a run, which a package above this one declares."""
+    config: type = entry_points(CONFIGS)["run"].load()
+    return config
 
 
 def explanation_of(key: str, fields: Sequence[FieldDoc]) -> str:
@@ -108,7 +80,7 @@ def _block(same: Sequence[FieldDoc], fields: Sequence[FieldDoc]) -> str:
     lines = [*(alike.key for alike in same), f"  {', '.join(facts)}"]
     lines += textwrap.wrap(" ".join(field.meaning.split()), 100, initial_indent="  ", subsequent_indent="  ")
     if field.nested is not None:
-        prefix = f"{field.key}."
+        prefix = f"{field.nested_key}."
         inner = [
             inner_field
             for inner_field in fields
@@ -134,41 +106,23 @@ def _unknown(key: str, fields: Sequence[FieldDoc]) -> ConfigError:
     elif close:
         hint = f"did you mean {' or '.join(close)}?"
     else:
-        hint = "mcontroller help prints all sections; --config MODULE:CLASS adds the sections of your program"
+        hint = "mcontroller help prints all sections"
     return ConfigError(f"there is no configuration key {key!r}; {hint}", key=key, value=None, close_matches=close)
-
-
-def _unique(fields: Iterable[FieldDoc]) -> list[FieldDoc]:
-    """Return the fields, one for each key, from the last root that declares it."""
-    return list({field.key: field for field in fields}.values())
 
 
 # ---- the page of all fields ------------------------------------------------------------------------------------------
 
 
-def config_page(roots: Iterable[type], parts: Mapping[str, type]) -> str:
-    """Return the page: a section for each dataclass, with the keys at which it is used.
+def config_page(config: type) -> str:
+    """Return the page: a section for each dataclass in a configuration, with the keys at which it is used.
 
-    Args:
-        roots: dataclasses whose keys have no prefix. One that derives from an earlier one shows its own fields only.
-        parts: the dataclasses of other keys, by key.
+    A dataclass that derives from an earlier one shows its own fields only.
     """
-    used: dict[type, list[str]] = {}
-    for root in roots:
-        _collect(root, "", parts, used)
-    for key, cls in parts.items():
-        if not any(key in keys for keys in used.values()):
-            _collect(cls, key, parts, used)
-    return "\n".join([PAGE_HEAD, *(_section(cls, keys, used) for cls, keys in used.items())])
-
-
-def _collect(cls: type, key: str, parts: Mapping[str, type], used: dict[type, list[str]]) -> None:
-    keys = used.setdefault(cls, [])
-    if key not in keys:
-        keys.append(key)
-    for field in fields_of(cls, f"{key}." if key else "", parts):
+    used: dict[type, list[str]] = {config: [""]}
+    for field in fields_under(config):
         if field.nested is not None:
-            _collect(field.nested, field.key, parts, used)
+            used.setdefault(field.nested, []).append(field.nested_key)
+    return "\n".join([PAGE_HEAD, *(_section(cls, keys, used) for cls, keys in used.items())])
 
 
 def _section(cls: type, keys: list[str], used: Mapping[type, list[str]]) -> str:

@@ -26,7 +26,7 @@ DISTRIBUTION = "mcontroller"
 VERBS = "mcontroller.verbs"
 """Group of the verbs: name -> module."""
 CONFIGS = "mcontroller.configs"
-"""Group of the configurations: key in the configuration of a run -> dataclass."""
+"""Group of the dataclass ``run``: the configuration of a run."""
 USAGE_ERROR, INTERRUPTED = 2, 130
 """Exit statuses."""
 DEATH_OF_A_WORKER = "^A worker died or was killed while executing a task by an unexpected system error"

@@ -40,8 +40,9 @@ def strict_fields(cls: type[C]) -> type[C]:
         ConfigError: OptimConfig has no field 'lrr'; did you mean lr?
     """
     init: Any = cls.__init__
-    names = [field.name for field in _fields(cls)]
-    required = [field.name for field in _fields(cls) if _is_required(field)]
+    fields = dataclasses.fields(typing.cast(type[Any], cls))
+    names = [field.name for field in fields]
+    required = [field.name for field in fields if _is_required(field)]
 
     @functools.wraps(init)
     def __init__(self: C, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +71,7 @@ def unknown_field(cls: type, key: str, prefix: str = "") -> ConfigError:
         key: the name that is not a field.
         prefix: the dotted key of ``cls`` in the whole configuration, with a dot at the end.
     """
-    names = [field.name for field in _fields(cls)]
+    names = [field.name for field in dataclasses.fields(cls)]
     nested = [path for path in _nested_names(cls) if path.rpartition(".")[2] == key]
     close = [f"{prefix}{name}" for name in nested or difflib.get_close_matches(key, names, n=3)]
     hints: Mapping[str, str] = getattr(cls, "field_hints", {})
@@ -87,9 +88,7 @@ def unknown_field(cls: type, key: str, prefix: str = "") -> ConfigError:
 
 def nested_config(cls: type, name: str) -> type | None:
     """Return the dataclass that is the type of the field ``name``, optional or not; None for other types."""
-    hint = _hints(cls)[name]
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return _dataclass_among(typing.get_args(hint) if is_union else (hint,))
+    return _dataclass_among(_possible_types(cls, name))
 
 
 def mapped_config(cls: type, name: str) -> type | None:
@@ -100,10 +99,8 @@ def mapped_config(cls: type, name: str) -> type | None:
 
 def structure_of(cls: type, name: str) -> type | None:
     """Return ``dict`` or ``list`` if values of the field ``name`` are mappings or lists; None for other types."""
-    hint = _hints(cls)[name]
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    options = [option for option in (typing.get_args(hint) if is_union else (hint,)) if option is not types.NoneType]
-    kinds = {dict if dataclasses.is_dataclass(option) else typing.get_origin(option) for option in options}
+    possible = [kind for kind in _possible_types(cls, name) if kind is not types.NoneType]
+    kinds = {dict if dataclasses.is_dataclass(kind) else typing.get_origin(kind) for kind in possible}
     return next((kind for kind in (dict, list) if kinds == {kind}), None)
 
 
@@ -138,7 +135,7 @@ def check_unused(config: Any, names: Iterable[str], prefix: str, reason: str) ->
     Raises:
         ConfigError: a field has another value; ``key`` names it.
     """
-    defaults = {field.name: _default_of(field) for field in _fields(type(config))}
+    defaults = {field.name: _default_of(field) for field in dataclasses.fields(config)}
     for name in names:
         value = getattr(config, name)
         if value != defaults[name]:
@@ -164,13 +161,15 @@ def _dataclass_among(options: Iterable[Any]) -> type | None:
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
 
 
+def _possible_types(cls: type, name: str) -> tuple[Any, ...]:
+    """Return the members of the union that is the type of the field ``name``, or its type."""
+    hint = _hints(cls)[name]
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
 @functools.lru_cache(maxsize=256)
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
-
-
-def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(cls)
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
@@ -179,10 +178,10 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 def _nested_names(cls: type, prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of all fields of the dataclasses in ``cls``."""
-    for field in _fields(cls):
+    for field in dataclasses.fields(cls):
         nested = nested_config(cls, field.name)
         if nested is not None:
-            yield from (f"{prefix}{field.name}.{inner.name}" for inner in _fields(nested))
+            yield from (f"{prefix}{field.name}.{inner.name}" for inner in dataclasses.fields(nested))
             yield from _nested_names(nested, f"{prefix}{field.name}.")
 
 

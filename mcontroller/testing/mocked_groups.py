@@ -16,11 +16,11 @@ Failures are injected by rank, to test how the code that drives the group handle
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcontroller.config.checks import close_names
 from mcontroller.dispatch.registration import registrations
 from mcontroller.errors import CallTimeout, DispatchError, GroupError, WorkerDied
 from mcontroller.group import WorkerGroup
@@ -266,10 +266,9 @@ def _check_failures(failures: Mapping[int, InjectedFailure], world_size: int, wo
         method = failure.method
         if method is not None and not callable(getattr(worker_cls, method, None)):
             registered = sorted(registrations(worker_cls))
-            close = difflib.get_close_matches(method, registered, n=1)
             raise DispatchError(
                 f"failures[{rank!r}]: {worker_cls.__name__} has no method {method!r}; it has "
-                f"{', '.join(registered)}{f'; did you mean {close[0]!r}?' if close else ''}",
+                f"{', '.join(registered)}{close_names(method, registered)}",
                 method=method,
             )
 

@@ -22,7 +22,6 @@ WORTH_US, WORTH = 2_000, 0.01
 """and if that costs at least so much of the median call, and this share of the time of all steps."""
 COMPUTING = ("forward", "backward", "optimizer")
 """The parts of a method that are compared by themselves."""
-NOTHING_SLOW = "no rank is slower than its peers"
 
 
 @dataclass(frozen=True)
@@ -166,15 +165,8 @@ def summary_lines(trace: RunTrace) -> list[str]:
     lines = [f"{len(steps)} steps, {min(steps)} to {max(steps)}: median {median(seconds):.3g} s"]
     path = ", ".join(f"{name} {share:.0%}" for name, share in critical_path(trace).items() if share >= 0.005)
     lines.append(f"critical path: {path}")
-    lines += list(map(str, stragglers(trace))) or [NOTHING_SLOW]
+    lines += list(map(str, stragglers(trace))) or ["no rank is slower than its peers"]
     return lines
-
-
-def end_lines(trace: RunTrace) -> list[str]:
-    """Return the two lines that a run prints at its end: the critical path, and ranks that are slower than others."""
-    path = ", ".join(f"{name} {share:.0%}" for name, share in list(critical_path(trace).items())[:4])
-    slow = "; ".join(map(str, stragglers(trace)[:2])) or NOTHING_SLOW
-    return [f"critical path: {path}", f"{slow} (mcontroller trace shows more)"]
 
 
 def _by_step(trace: RunTrace, events: Iterable[TraceEvent]) -> Iterator[tuple[TraceEvent, list[TraceEvent]]]:

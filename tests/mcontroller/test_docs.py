@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from mcontroller import Registry
-from mcontroller.cli.help import all_fields, roots
+from mcontroller.cli.field_docs import fields_under
+from mcontroller.cli.help import run_config
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("parallel_state", "mcontroller", "workers", "trainer")
@@ -133,7 +134,7 @@ def test_make_targets_that_are_named_exist(page: str) -> None:
 
 
 def test_settings_that_recipes_are_translated_to_are_keys_of_a_run() -> None:
-    keys = {field.key for field in all_fields(*roots())}
+    keys = {field.key for field in fields_under(run_config())}
     sections = {key.rsplit(".", count)[0] for key in keys for count in range(1, key.count(".") + 1)}
     tables = (ROOT / "docs/porting.md").read_text().partition("## Their setting, ours")[2]
     cells = [row.split(" | ")[1] for row in tables.splitlines() if row.startswith("| `")]

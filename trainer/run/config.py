@@ -158,14 +158,7 @@ class RunConfig(PPOConfig):
 
     def sections(self) -> dict[str, RoleConfig]:
         """Return the configuration of every role that has one, by its key."""
-        sections: dict[str, RoleConfig | None] = {
-            "actor_rollout_ref": self.actor_rollout_ref,
-            "rollout": self.rollout,
-            "critic": self.critic,
-            "ref": self.ref,
-            "reward_model": self.reward_model,
-        }
-        return {key: section for key, section in sections.items() if section is not None}
+        return {key: section for key in ROLES if (section := getattr(self, key)) is not None}
 
     def within(self, directory: Path) -> RunConfig:
         """Return a copy with the checkpoints inside the run's directory, and all paths absolute."""

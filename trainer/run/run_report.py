@@ -22,7 +22,7 @@ from mcontroller.errors import DataError
 from mcontroller.files import replace_text
 from mcontroller.trace.reading import read_trace
 from mcontroller.trace.recorder import FOLDER
-from mcontroller.trace.summary import end_lines
+from mcontroller.trace.summary import summary_lines
 from trainer.curves import draw_curves
 from trainer.loop import RayPPOTrainer
 from trainer.report.reading import last_records, read_summary
@@ -134,7 +134,7 @@ class RunReport:
             self._print(f"where the time went: python -m mcontroller trace {self._directory}")
             return
         try:
-            lines = end_lines(read_trace(self._directory))
+            lines = summary_lines(read_trace(self._directory))
         except DataError as error:  # the run itself has succeeded
             lines = [str(error)]
         for line in lines:

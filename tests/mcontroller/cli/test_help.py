@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from mcontroller.cli.field_docs import fields_of, fields_under
-from mcontroller.cli.help import all_fields, config_page, roots
+from mcontroller.cli.help import config_page, run_config
 from mcontroller.cli.main import main
-from mcontroller.errors import ConfigError
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 
@@ -27,17 +26,13 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Program:
-    problems: str = "mine"
-    """Name of the problems."""
-
-
-@dataclass(frozen=True)
 class Outer:
     inner: Inner
     """The inner one."""
     names: list[str] = field(default_factory=lambda: ["a"])
     """Names."""
+    others: dict[str, Inner] = field(default_factory=dict)
+    """Others by name."""
 
 
 def test_name_type_unit_default_and_meaning_are_read_from_the_source() -> None:
@@ -49,13 +44,16 @@ def test_name_type_unit_default_and_meaning_are_read_from_the_source() -> None:
 
 def test_fields_of_nested_dataclasses_have_dotted_keys() -> None:
     fields = {field.key: field for field in fields_under(Outer)}
-    assert list(fields) == ["inner", "inner.length", "inner.undocumented", "names"]
+    assert list(fields) == [
+        *("inner", "inner.length", "inner.undocumented", "names"),
+        *("others", "others.NAME.length", "others.NAME.undocumented"),
+    ]
     assert fields["inner"].default == "required" and fields["inner"].nested is Inner
     assert fields["names"].default == "['a']"
 
 
 def test_every_field_of_every_configuration_is_documented() -> None:
-    fields = all_fields(*roots())
+    fields = list(fields_under(run_config()))
     assert len(fields) > 200
     assert [field.key for field in fields if not field.meaning.endswith(".")] == []
 
@@ -89,20 +87,6 @@ def test_an_unknown_key_is_rejected_with_what_to_do(key: str, message: str, caps
     assert message in capsys.readouterr().err
 
 
-def test_a_program_adds_its_own_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["help", "problems", "--config", f"{__name__}:Program"]) == 0
-    assert "default: 'mine'" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "path", ["no_colon", "no_such_module:Config", "no_such_package.config:Config", "trainer.run.config:RunConfg"]
-)
-def test_a_configuration_that_cannot_be_imported_is_rejected(path: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        roots([path])
-    assert caught.value.key == "--config"
-
-
 def test_without_a_key_the_sections_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help"]) == 0
     assert "trainer: TrainerConfig" in capsys.readouterr().out
@@ -110,4 +94,4 @@ def test_without_a_key_the_sections_are_listed(capsys: pytest.CaptureFixture[str
 
 def test_the_page_is_up_to_date() -> None:
     command = "python -m mcontroller help --markdown > docs/configuration.md"
-    assert PAGE.read_text() == config_page(*roots()), f"run {command}"
+    assert PAGE.read_text() == config_page(run_config()), f"run {command}"

@@ -55,7 +55,7 @@ def test_errors_of_a_verb_are_one_line_without_a_traceback(capsys: pytest.Captur
 def test_a_checkout_without_metadata_has_the_verbs_of_its_pyproject(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: ())
     assert {"help", "topology"} <= set(entry_points(VERBS))
-    assert entry_points(CONFIGS)["critic"].value == "workers.config:CriticConfig"
+    assert entry_points(CONFIGS)["run"].value == "trainer.run.config:RunConfig"
 
 
 def test_a_checkout_replaces_the_old_metadata_of_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
