@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -383,13 +384,10 @@ class Simulation:
             self._scheduler.fail(error)
             raise error
 
-        def unregister_all() -> None:
-            self._groups.unregister(rank)
-
         functions: dict[str, Any] = {
             "_new_process_group_helper": new_group,
             "_warn_not_in_group": not_in_group,
-            "_unregister_all_process_groups": unregister_all,
+            "_unregister_all_process_groups": functools.partial(self._groups.unregister, rank),
         }
         handlers = dict.fromkeys(_RENDEZVOUS._rendezvous_handlers, meet)
         return {c10d: functions, _RENDEZVOUS: {"_rendezvous_handlers": handlers}, **self._rejections(rank)}
@@ -403,12 +401,11 @@ class Simulation:
             self._scheduler.fail(error)
             raise error
 
-        def fork() -> NoReturn:
-            reject(
-                "forks this process",
-                "simulated ranks are threads of it, and a forked process would have no other rank",
-            )
-
+        fork = functools.partial(
+            reject,
+            "forks this process",
+            "simulated ranks are threads of it, and a forked process would have no other rank",
+        )
         created: Any = torch.cuda.Stream.__new__
 
         def new_stream(cls: Any, *args: Any, **options: Any) -> Any:
