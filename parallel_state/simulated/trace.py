@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallel_state.hangs.lines import calling_line, members_text
 from parallel_state.simulated.calls import Call
+from parallel_state.simulated.collectives import clones
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Transfer:
             call.payload,
             call.line.line,
             call.line.through,
-            _copies(call.inputs) if values else (),
+            tuple(clones(call.inputs)) if values else (),
         )
 
 
@@ -97,7 +98,7 @@ class CommunicationTrace:
         """Add copies of what a complete call received to its record, if values are kept."""
         index = self._pending.pop(call, None)
         if index is not None:
-            self._transfers[index] = replace(self._transfers[index], outputs=_copies(call.outputs or call.inputs))
+            self._transfers[index] = replace(self._transfers[index], outputs=tuple(clones(call.outputs or call.inputs)))
 
     def wait(self, call: Call) -> None:
         """Note that the program has waited for a call; a list of transfers has no use for it."""
@@ -160,10 +161,6 @@ class CommunicationTrace:
             f"{transfer.group} {members_text(transfer.members)} at {transfer.line}"
             for transfer in self._transfers
         )
-
-
-def _copies(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.detach().clone() for tensor in tensors)
 
 
 class LinesOfOperations(TorchFunctionMode):
