@@ -99,17 +99,17 @@ class GroupRegistry:
         name = group.shared.name
         self._members[group.global_rank].append(group)
         c10d._world.pg_map[group] = (backend, store)
-        c10d._world.pg_names[group] = c10d.GroupName(name)
+        c10d._world.pg_names[group] = _group_name(name)
         c10d._world.pg_backend_config[group] = f"cpu:{backend}"
         c10d._world.tags_to_pg.setdefault("", []).append(group)
         c10d._world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
         c10d._world.pg_to_tag[group] = f"ptd:{name}"
-        c10d._register_process_group(c10d.GroupName(group.group_name), group)
+        c10d._register_process_group(_group_name(group.group_name), group)
 
     def unregister(self, rank: int) -> None:
         """Unregister the groups of one rank."""
         for group in self._members[rank]:
-            c10d._unregister_process_group(c10d.GroupName(group.group_name))
+            c10d._unregister_process_group(_group_name(group.group_name))
         self._members[rank].clear()
 
     def forget(self, rank: int) -> None:
@@ -155,3 +155,8 @@ def _sharing_text(number: int, first: tuple[int, ...], second: tuple[int, ...]) 
         f"call {number} of new_group creates {lists} at {calling_line()}: over gloo, processes of one of them wait for "
         "ever, because both have one name; create all groups on all ranks, or pass use_local_synchronization=True"
     )
+
+
+def _group_name(name: str) -> Any:
+    """Return a name in the type that torch 2.13 has for names of groups."""
+    return name
