@@ -50,14 +50,7 @@ def run_ranks(
         ParallelStateError: ``modules`` names a package that does not exist.
         BaseException: what the first rank that failed raised; a note has the positions of the others.
     """
-    recorded = CommunicationTrace() if trace is None else trace
-    simulation = Simulation(
-        layout,
-        seed=seed,
-        check_async=check_async,
-        trace=None if trace is None else recorded,
-        modules=modules,
-    )
+    simulation = Simulation(layout, seed=seed, check_async=check_async, trace=trace, modules=modules)
     world_size = simulation.world_size
     contexts: list[Any] = [None] * world_size
 
@@ -76,7 +69,8 @@ def run_ranks(
 
     try:
         simulation.run({rank: lambda rank=rank: initialize(rank) for rank in range(world_size)})  # type: ignore[misc]
-        recorded.clear()
+        if trace is not None:
+            trace.clear()
         copies = [copy.deepcopy(args) for _ in range(world_size)]
         results = simulation.run(
             {rank: lambda rank=rank: run(rank, copies[rank]) for rank in range(world_size)}  # type: ignore[misc]
