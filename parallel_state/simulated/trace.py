@@ -43,21 +43,6 @@ class Transfer:
     inputs: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
     outputs: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
 
-    @classmethod
-    def of(cls, call: Call, *, values: bool = False) -> Transfer:
-        """Return the record of a call; with copies of its inputs if ``values``."""
-        return cls(
-            call.rank,
-            call.operation,
-            call.group.axis,
-            call.group.label,
-            call.group.ranks,
-            call.payload,
-            call.line.line,
-            call.line.through,
-            tuple(clones(call.inputs)) if values else (),
-        )
-
 
 class CommunicationTrace:
     """A list of transfers, in the order in which they were made.
@@ -84,15 +69,22 @@ class CommunicationTrace:
     def __iter__(self) -> Iterator[Transfer]:
         return iter(self._transfers)
 
-    def add(self, transfer: Transfer) -> None:
-        """Append a transfer."""
-        self._transfers.append(transfer)
-
     def begin(self, call: Call) -> None:
         """Append the record of a call that begins."""
         if self._values:
             self._pending[call] = len(self._transfers)
-        self.add(Transfer.of(call, values=self._values))
+        transfer = Transfer(
+            rank=call.rank,
+            operation=call.operation,
+            axis=call.group.axis,
+            group=call.group.label,
+            members=call.group.ranks,
+            nbytes=call.payload,
+            line=call.line.line,
+            through=call.line.through,
+            inputs=tuple(clones(call.inputs)) if self._values else (),
+        )
+        self._transfers.append(transfer)
 
     def complete(self, call: Call) -> None:
         """Add copies of what a complete call received to its record, if values are kept."""
