@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 
@@ -28,11 +29,7 @@ class MControllerError(Exception):
             setattr(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, self.fields)
-
-
-def _rebuild(cls: type[MControllerError], message: str, fields: dict[str, Any]) -> MControllerError:
-    return cls(message, **fields)
+        return functools.partial(type(self), **self.fields), (self.message,)
 
 
 class MissingPackageError(MControllerError, ModuleNotFoundError):

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed import HashStore, ProcessGroup
-from torch.distributed.distributed_c10d import GroupName, ProcessGroupGloo
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from parallel_state import cpu
 from parallel_state.errors import LayoutError, ParallelStateError
@@ -112,7 +112,7 @@ def _group_of_one() -> ProcessGroup:
     gloo = ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), gloo, ProcessGroupGloo(store, 0, 1, timedelta(seconds=60)))
     group._set_default_backend(gloo)
-    group._set_group_name(GroupName("mocked group of one rank"))
+    group._set_group_name("mocked group of one rank")  # type: ignore[arg-type]
     return group
 
 
@@ -158,16 +158,12 @@ class MockedRanks:
         spans = {span for span in (*_GROUPS.values(), *_RANK_LISTS.values()) if set(span.split()) <= known}
         self._groups = {span: _groups_over(topology, span.split()) for span in spans}
         self._world = {rank: rank for rank in range(topology.world_size)}
-        self._parts = [*distributed_parts(), self._megatron_part()]
+        self._parts = distributed_parts()
+        if self._megatron is not None:
+            names = (*self._initial_globals(0), "initialize_model_parallel")
+            self._parts.append(Attributes(self._megatron, names, of_a_new_process))
         self._switch = StateSwitch(self._parts)
         self._states: dict[int, RankState] = {}
-
-    def _megatron_part(self) -> Attributes:
-        """Return the globals of Megatron that differ by rank; none without Megatron."""
-        if self._megatron is None:
-            return Attributes(self, (), of_a_new_process)
-        names = (*self._initial_globals(0), "initialize_model_parallel")
-        return Attributes(self._megatron, names, of_a_new_process)
 
     @contextlib.contextmanager
     def activate(self, rank: int) -> Iterator[None]:
@@ -213,7 +209,7 @@ class MockedRanks:
             "_default_pg": world,
         }
         state = RankState(self._parts)
-        for values in state.values[:-1]:
+        for values in state.values:
             values.update({name: value for name, value in distributed.items() if name in values})
         if self._megatron is not None:
             state.values[-1] = initial | {"initialize_model_parallel": self._mocked_initialize(initial)}

@@ -6,6 +6,7 @@ order of shards. Every instance is a full grid, so each combination of coordinat
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,9 +127,7 @@ class Topology:
                 world_size=world_size,
             )
 
-        def label(rank: int) -> str:
-            return _label(rank, nodes)
-
+        label = functools.partial(_label, nodes=nodes)
         global_info = agreed_sizes(global_infos, label)
         sizes = sizes_of(global_info)
         if declared is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from mcontroller.errors import MControllerError
 from parallel_state.dry_run.outcome import Use
+from parallel_state.layout import ParallelLayout
 from parallel_state.verify.layouts import Variant
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ParallelConfig
@@ -31,12 +32,11 @@ class LayoutMemory:
     """A layout of training, and the memory of a GPU in an update of the actor [bytes]."""
 
     parallel: ParallelConfig
-    world_size: int
+    layout: ParallelLayout
     memory: int
 
     def __str__(self) -> str:
-        layout = self.parallel.layout(self.world_size)
-        sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "dp")}
+        sizes = {axis: self.layout.sizes[axis] for axis in ("tp", "pp", "cp", "ep", "dp")}
         shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         return f"{shown or 'one rank'}: {self.memory / _GB:.1f} GB"
 
@@ -96,10 +96,10 @@ def search_layouts(
         except MControllerError as error:  # the layout does not fit the model
             rejected.append(str(error))
             continue
-        layout = LayoutMemory(parallel, world_size, memory)
-        (fitting if layout.memory <= MOST_OF_MEMORY * gpu_memory else too_large).append(layout)
-    fitting.sort(key=lambda layout: (math.prod(_sizes(layout.parallel)), layout.memory))
-    too_large.sort(key=lambda layout: layout.memory)
+        tried = LayoutMemory(parallel, parallel.layout(world_size), memory)
+        (fitting if memory <= MOST_OF_MEMORY * gpu_memory else too_large).append(tried)
+    fitting.sort(key=lambda tried: (tried.layout.tp * tried.layout.pp * tried.layout.ep, tried.memory))
+    too_large.sort(key=lambda tried: tried.memory)
     return LayoutSearch(fitting, too_large, rejected)
 
 
@@ -157,10 +157,6 @@ def _scaled_peak(use: Use, ran: Variant, other: Variant) -> int:
     after = states(other, trained - trained_experts, trained_experts)
     scales = {"parameters": weights / use.weights, "gradients": trained / use.trained, "optimizer": after / before}
     return round(use.peak + sum((scale - 1) * use.by_kind.get(kind, 0) for kind, scale in scales.items()))
-
-
-def _sizes(parallel: ParallelConfig) -> tuple[int, int, int]:
-    return parallel.tp, parallel.pp, parallel.ep
 
 
 def _layouts(actor: ActorConfig, world_size: int, gpus_per_node: int) -> Iterator[ParallelConfig]:

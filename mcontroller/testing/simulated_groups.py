@@ -99,7 +99,6 @@ def simulated_worker_group(
     *args: Any,
     name: str = "simulated",
     timeout: float | None = None,
-    schedule: str = "round_robin",
     seed: int | None = None,
     check_async: bool = True,
     trace: CommunicationTrace | None = None,
@@ -117,8 +116,7 @@ def simulated_worker_group(
         args: positional arguments of the worker's ``__init__``.
         name: the role, as error messages name it.
         timeout: accepted for the interface of other groups; a simulated call has no deadline.
-        schedule: ``"round_robin"``, or ``"random"`` with a ``seed``; see ``parallel_state.simulated.run_ranks``.
-        seed: the seed of the random schedule.
+        seed: draws which of the ranks that can go on is next; see ``parallel_state.simulated.run_ranks``.
         check_async: whether to report tensors that change between an asynchronous call and its wait.
         trace: records what the ranks communicate.
         modules: packages that each rank imports for itself; see ``parallel_state.simulated.run_ranks``.
@@ -135,7 +133,6 @@ def simulated_worker_group(
     def simulate() -> Simulation:
         return Simulation(
             topology,
-            schedule=schedule,
             seed=seed,
             check_async=check_async,
             trace=trace,

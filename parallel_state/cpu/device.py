@@ -15,16 +15,20 @@ class Device:
 
     Attributes:
         type: ``"cpu"`` or ``"meta"``.
-        tensors: what the names of its tensors' types begin with.
     """
 
     def __init__(self) -> None:
-        self.type, self.tensors = "cpu", "torch."
+        self.type = "cpu"
 
     @property
     def has_memory(self) -> bool:
         """Whether tensors have values."""
         return self.type == "cpu"
+
+    @property
+    def tensors(self) -> str:
+        """What the names of its tensors' types begin with."""
+        return "torch." if self.has_memory else "torch.meta."
 
     @property
     def torch(self) -> torch.device:
@@ -39,9 +43,9 @@ current = Device()
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
     """Return a context manager in which ``meta`` stands for the GPU: its tensors have shapes and no values."""
-    before = current.type, current.tensors
-    current.type, current.tensors = "meta", "torch.meta."
+    before = current.type
+    current.type = "meta"
     try:
         yield
     finally:
-        current.type, current.tensors = before
+        current.type = before

@@ -6,7 +6,7 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, NamespaceLoader
 from types import ModuleType
 from typing import Any
 
@@ -53,16 +53,6 @@ class _Before(importlib.abc.MetaPathFinder):
         return importlib.util.find_spec(fullname)  # by the finders that the function may have added
 
 
-class _WithoutFile(importlib.abc.Loader):
-    """Loads a package without ``__init__.py``, which has no loader before it is imported."""
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to the import."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run nothing."""
-
-
 class ImportHook(importlib.abc.MetaPathFinder):
     """Finds modules as the other finders do, and calls a function with a module right after its code has run.
 
@@ -92,7 +82,9 @@ class ImportHook(importlib.abc.MetaPathFinder):
         finally:
             self._finding.remove(fullname)
         if spec is not None:
-            spec.loader = self._calling(self.loader(spec.loader or _WithoutFile()))
+            if spec.loader is None:  # of a package without __init__.py
+                spec.loader = NamespaceLoader(fullname, list(spec.submodule_search_locations or ()), self.find_spec)
+            spec.loader = self._calling(self.loader(spec.loader))
         return spec
 
     def _calling(self, loader: Any) -> Any:

@@ -105,6 +105,7 @@ class Call:
         return call_text(self.operation, tensors, details, str(self.group), self.number, self.peer)
 
 
+@dataclass(eq=False, slots=True)
 class KeyWait:
     """A rank that waits for keys of the store.
 
@@ -114,10 +115,9 @@ class KeyWait:
         done: whether all of them are set.
     """
 
-    def __init__(self, keys: Sequence[str], line: SourceLine) -> None:
-        self.keys = tuple(keys)
-        self.line = line
-        self.done = False
+    keys: Sequence[str]
+    line: SourceLine
+    done: bool = False
 
     def __str__(self) -> str:
         return f"store.wait({list(self.keys)})"

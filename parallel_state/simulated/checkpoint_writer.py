@@ -30,25 +30,17 @@ def in_process_writers() -> dict[Any, dict[str, Any]]:
     }
 
 
-class _Counter:
-    """Counts for one writer what Megatron counts for several processes."""
-
-    def get(self) -> None:
-        """Do nothing."""
-
-    def task_done(self) -> None:
-        """Do nothing."""
-
-
 def _write_all(transforms: Any, use_msc: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
     """Write every bucket; the arguments are those of ``FileSystemWriterAsync.write_preloaded_data_multiproc``."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     written: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    running: queue.Queue[int] = queue.Queue()  # each writer takes itself off
     by_index: dict[int, Any] = {}
     for index, bucket in enumerate(buckets):
+        running.put(index)
         options = {"use_msc": True} if use_msc else {}
-        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, written, _Counter(), True, **options)
+        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, written, running, True, **options)
         _, result = written.get()
         if isinstance(result, Exception):
             results.put(result)

@@ -146,7 +146,8 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
     destination.detach().copy_(source.detach().reshape(destination.shape))
 
 
-def _clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies without gradients."""
     return [tensor.detach().clone() for tensor in tensors]
 
 
@@ -171,7 +172,7 @@ def _broadcast(calls: Sequence[Call]) -> None:
 
 
 def _all_gather(calls: Sequence[Call]) -> None:
-    sources = _clones([call.inputs[0] for call in calls])
+    sources = clones([call.inputs[0] for call in calls])
     for call in calls:
         for output, source in zip(call.outputs, sources, strict=True):
             _copy(output, source)
@@ -205,19 +206,19 @@ def _reduce_scatter(calls: Sequence[Call]) -> None:
 
 
 def _gather(calls: Sequence[Call]) -> None:
-    parts = _clones([call.inputs[0] for call in calls])
+    parts = clones([call.inputs[0] for call in calls])
     for output, part in zip(calls[calls[0].options["root"]].outputs, parts, strict=True):
         _copy(output, part)
 
 
 def _scatter(calls: Sequence[Call]) -> None:
-    parts = _clones(calls[calls[0].options["root"]].inputs)
+    parts = clones(calls[calls[0].options["root"]].inputs)
     for call, part in zip(calls, parts, strict=True):
         _copy(call.outputs[0], part)
 
 
 def _all_to_all(calls: Sequence[Call]) -> None:
-    sent = [_clones(call.inputs) for call in calls]
+    sent = [clones(call.inputs) for call in calls]
     for call in calls:
         for source, output in enumerate(call.outputs):
             _copy(output, sent[source][call.index])

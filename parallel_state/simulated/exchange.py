@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from parallel_state.simulated.calls import Call, SharedGroup
-from parallel_state.simulated.collectives import compute, contradiction, mismatch, transfer
+from parallel_state.simulated.collectives import clones, compute, contradiction, mismatch, transfer
 from parallel_state.simulated.errors import AsyncAccessError, CollectiveMismatch, SimulationError
 from parallel_state.simulated.order import CollectiveOrder
 
@@ -49,12 +49,12 @@ class Exchange:
             AsyncAccessError: a tensor of a completed call has changed since the call.
         """
         if call.is_async and self._check_async:
-            call.guarded = _copies(call)
+            call.guarded = clones([*call.inputs, *call.outputs])
         completed = self._transfer(call) if call.is_transfer else self._collective(call)
         for finished in completed:
             finished.done = True
             if finished.guarded:
-                finished.guarded = _copies(finished)
+                finished.guarded = clones([*finished.inputs, *finished.outputs])
         return completed
 
     def check_unchanged(self, call: Call) -> None:
@@ -158,10 +158,6 @@ def _routes(call: Call, source: int | None, destination: int | None, tag: int) -
         return [(call.group, source, destination, tag), (call.group, None, destination, tag)]
     sources = [source] if source is not None else call.group.ranks
     return [(call.group, sender, destination, tag) for sender in sources]
-
-
-def _copies(call: Call) -> list[torch.Tensor]:
-    return [tensor.detach().clone() for tensor in (*call.inputs, *call.outputs)]
 
 
 def _equal_values(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -103,11 +103,6 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._unique_name
 
     @property
-    def pg_name(self) -> str:
-        """As ``group_name``."""
-        return self._unique_name
-
-    @property
     def group_desc(self) -> str:
         """The description passed to ``new_group``."""
         return self.shared.description
@@ -140,8 +135,7 @@ class SimulatedGroup(dist.ProcessGroup):
         if hasattr(opts, "rootRank"):
             options["root"] = self._checked(opts.rootRank, f"{operation} with root")
         if key is None:
-            sized = inputs if len(inputs) else outputs
-            key = tuple(tensor.dtype for tensor in sized), tuple(tensor.shape for tensor in sized)
+            key = _sized(inputs if len(inputs) else outputs)
         call = Call(
             operation,
             self.global_rank,

@@ -19,7 +19,6 @@ def run_ranks(
     layout: int | ParallelLayout,
     function: Callable[..., T],
     *args: Any,
-    schedule: str = "round_robin",
     seed: int | None = None,
     check_async: bool = True,
     trace: CommunicationTrace | None = None,
@@ -35,9 +34,8 @@ def run_ranks(
         layout: the layout; or a number of ranks, without Megatron's groups.
         function: what each rank runs.
         args: its arguments.
-        schedule: ``"round_robin"``, or ``"random"``, which explores other legal orders: a race that depends on the
-            order is a ``seed`` that fails every time.
-        seed: the seed of the random schedule.
+        seed: draws which of the ranks that can go on is next; None for round robin. It explores other legal orders: a
+            race that depends on the order is a seed that fails every time.
         check_async: whether to report tensors that change between an asynchronous call and its wait.
         trace: records what the ranks communicate, from when they are initialized.
         modules: packages that each rank imports for itself: module globals and classes are its own, as in a process.
@@ -49,18 +47,10 @@ def run_ranks(
         CollectiveMismatch: ranks made calls that do not fit together.
         SimulationError: another error in how ranks communicate.
         LayoutError: Megatron cannot have this layout.
-        ParallelStateError: an unknown schedule, or a random one without a seed.
+        ParallelStateError: ``modules`` names a package that does not exist.
         BaseException: what the first rank that failed raised; a note has the positions of the others.
     """
-    recorded = CommunicationTrace() if trace is None else trace
-    simulation = Simulation(
-        layout,
-        schedule=schedule,
-        seed=seed,
-        check_async=check_async,
-        trace=None if trace is None else recorded,
-        modules=modules,
-    )
+    simulation = Simulation(layout, seed=seed, check_async=check_async, trace=trace, modules=modules)
     world_size = simulation.world_size
     contexts: list[Any] = [None] * world_size
 
@@ -79,7 +69,8 @@ def run_ranks(
 
     try:
         simulation.run({rank: lambda rank=rank: initialize(rank) for rank in range(world_size)})  # type: ignore[misc]
-        recorded.clear()
+        if trace is not None:
+            trace.clear()
         copies = [copy.deepcopy(args) for _ in range(world_size)]
         results = simulation.run(
             {rank: lambda rank=rank: run(rank, copies[rank]) for rank in range(world_size)}  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -14,7 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from parallel_state.errors import LayoutError, ParallelStateError
+from parallel_state.errors import LayoutError
 from parallel_state.hangs.lines import calling_line, raising_line
 from parallel_state.hangs.report import Position, cause_of, describe_ranks, stories
 from parallel_state.layout import ParallelLayout
@@ -40,7 +41,6 @@ from parallel_state.simulated.shared_writes import shared_values, warn_of_writes
 from parallel_state.simulated.trace import CommunicationTrace
 from parallel_state.topology import Topology
 
-_SCHEDULES = ("round_robin", "random")
 _RENDEZVOUS: Any = importlib.import_module("torch.distributed.rendezvous")
 
 
@@ -49,8 +49,7 @@ class Simulation:
 
     Args:
         layout: a layout or a topology, whose coordinates messages and traces show; or a number of ranks.
-        schedule: ``"round_robin"``, or ``"random"``: which of the ranks that can go on is next.
-        seed: the seed of the random schedule.
+        seed: draws which of the ranks that can go on is next; None for round robin.
         check_async: whether to report tensors that change between an asynchronous call and its wait, which copies
             them.
         trace: records every call.
@@ -65,14 +64,12 @@ class Simulation:
 
     Raises:
         LayoutError: there are no ranks.
-        ParallelStateError: an unknown schedule, or a random one without a seed.
     """
 
     def __init__(
         self,
         layout: int | ParallelLayout | Topology,
         *,
-        schedule: str = "round_robin",
         seed: int | None = None,
         check_async: bool = True,
         trace: CommunicationTrace | None = None,
@@ -81,10 +78,6 @@ class Simulation:
         running: Sequence[int] | None = None,
         exchange: Callable[[Callable[[int], str], bool], Exchange] = Exchange,
     ) -> None:
-        if schedule not in _SCHEDULES or (seed is None) != (schedule == "round_robin"):
-            raise ParallelStateError(
-                f"schedule={schedule!r} with seed={seed}; expected 'round_robin' without a seed, or 'random' with one"
-            )
         self.world_size = layout if isinstance(layout, int) else layout.world_size
         if self.world_size < 1:
             raise LayoutError(f"a simulation has at least one rank, not {self.world_size}", world_size=self.world_size)
@@ -391,13 +384,10 @@ class Simulation:
             self._scheduler.fail(error)
             raise error
 
-        def unregister_all() -> None:
-            self._groups.unregister(rank)
-
         functions: dict[str, Any] = {
             "_new_process_group_helper": new_group,
             "_warn_not_in_group": not_in_group,
-            "_unregister_all_process_groups": unregister_all,
+            "_unregister_all_process_groups": functools.partial(self._groups.unregister, rank),
         }
         handlers = dict.fromkeys(_RENDEZVOUS._rendezvous_handlers, meet)
         return {c10d: functions, _RENDEZVOUS: {"_rendezvous_handlers": handlers}, **self._rejections(rank)}
@@ -411,12 +401,11 @@ class Simulation:
             self._scheduler.fail(error)
             raise error
 
-        def fork() -> NoReturn:
-            reject(
-                "forks this process",
-                "simulated ranks are threads of it, and a forked process would have no other rank",
-            )
-
+        fork = functools.partial(
+            reject,
+            "forks this process",
+            "simulated ranks are threads of it, and a forked process would have no other rank",
+        )
         created: Any = torch.cuda.Stream.__new__
 
         def new_stream(cls: Any, *args: Any, **options: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallel_state.hangs.lines import calling_line, members_text
 from parallel_state.simulated.calls import Call
+from parallel_state.simulated.collectives import clones
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +43,6 @@ class Transfer:
     inputs: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
     outputs: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
 
-    @classmethod
-    def of(cls, call: Call, *, values: bool = False) -> Transfer:
-        """Return the record of a call; with copies of its inputs if ``values``."""
-        return cls(
-            call.rank,
-            call.operation,
-            call.group.axis,
-            call.group.label,
-            call.group.ranks,
-            call.payload,
-            call.line.line,
-            call.line.through,
-            _copies(call.inputs) if values else (),
-        )
-
 
 class CommunicationTrace:
     """A list of transfers, in the order in which they were made.
@@ -83,21 +69,28 @@ class CommunicationTrace:
     def __iter__(self) -> Iterator[Transfer]:
         return iter(self._transfers)
 
-    def add(self, transfer: Transfer) -> None:
-        """Append a transfer."""
-        self._transfers.append(transfer)
-
     def begin(self, call: Call) -> None:
         """Append the record of a call that begins."""
         if self._values:
             self._pending[call] = len(self._transfers)
-        self.add(Transfer.of(call, values=self._values))
+        transfer = Transfer(
+            rank=call.rank,
+            operation=call.operation,
+            axis=call.group.axis,
+            group=call.group.label,
+            members=call.group.ranks,
+            nbytes=call.payload,
+            line=call.line.line,
+            through=call.line.through,
+            inputs=tuple(clones(call.inputs)) if self._values else (),
+        )
+        self._transfers.append(transfer)
 
     def complete(self, call: Call) -> None:
         """Add copies of what a complete call received to its record, if values are kept."""
         index = self._pending.pop(call, None)
         if index is not None:
-            self._transfers[index] = replace(self._transfers[index], outputs=_copies(call.outputs or call.inputs))
+            self._transfers[index] = replace(self._transfers[index], outputs=tuple(clones(call.outputs or call.inputs)))
 
     def wait(self, call: Call) -> None:
         """Note that the program has waited for a call; a list of transfers has no use for it."""
@@ -160,10 +153,6 @@ class CommunicationTrace:
             f"{transfer.group} {members_text(transfer.members)} at {transfer.line}"
             for transfer in self._transfers
         )
-
-
-def _copies(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.detach().clone() for tensor in tensors)
 
 
 class LinesOfOperations(TorchFunctionMode):

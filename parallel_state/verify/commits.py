@@ -106,7 +106,6 @@ class History:
         self._stored: dict[str, list[Result]] = {key: [] for key in self._keys.values()}
         for line in self._store.read_text().splitlines() if self._store.exists() else ():
             stored = json.loads(line)
-            stored.pop("called", None)  # of a cache that an earlier version wrote
             self._stored.get(stored.pop("key"), []).append(Result(**stored))
         contents = {
             name: f"{_hash(program.rpartition(':')[0])} {' '.join(versions)}" for name, program in self.programs.items()

@@ -12,7 +12,6 @@ from workers.config import ModelConfig
 
 _HEADS, _HEAD, _WIDE, _NARROW = 4, 8, 64, 32
 _VOCABULARY, _LENGTH, _EXPERTS = 64, 32, 8
-_WIDTHS = ("moe_shared_expert_intermediate_size",)
 # Splits of layers over stages that hold for the numbers of the large model only, and what changes the precision.
 _DROPPED = (
     *CUSTOM_SPLIT, "fp8", "fp8_recipe", "fp8_param", "fp4", "fp4_recipe", "first_last_layers_bf16", "cpu_offloading",
@@ -52,11 +51,10 @@ def small_model(model: ModelConfig, layout: ParallelLayout) -> ModelConfig:
     grouped = model.num_query_groups not in (None, model.num_attention_heads)
     experts = None if model.num_moe_experts is None else max(min(model.num_moe_experts, _EXPERTS), 2 * layout.ep)
     transformer = {name: value for name, value in model.transformer.items() if name not in _DROPPED}
-    for name in transformer:
-        if name in _WIDTHS and transformer[name]:
-            transformer[name] = _NARROW
-        if name == "moe_layer_freq" and isinstance(transformer[name], Sequence):
-            transformer[name] = _both_kinds(transformer[name], layers)
+    if transformer.get("moe_shared_expert_intermediate_size"):
+        transformer["moe_shared_expert_intermediate_size"] = _NARROW
+    if isinstance(pattern := transformer.get("moe_layer_freq"), Sequence):
+        transformer["moe_layer_freq"] = _both_kinds(pattern, layers)
     return dataclasses.replace(
         model,
         vocab_size=min(model.vocab_size, _VOCABULARY) // layout.tp * layout.tp,  # padding has no global name

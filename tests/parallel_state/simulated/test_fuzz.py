@@ -88,7 +88,7 @@ def test_random_programs_agree_with_gloo_in_every_order() -> None:
     seeds = list(range(8))
     expected = run_ranks(all_programs, RANKS, seeds)
     torch.testing.assert_close(simulated.run_ranks(RANKS, all_programs, seeds), expected, rtol=0, atol=0)
-    random_order = simulated.run_ranks(RANKS, all_programs, seeds, schedule="random", seed=3)
+    random_order = simulated.run_ranks(RANKS, all_programs, seeds, seed=3)
     torch.testing.assert_close(random_order, expected, rtol=0, atol=0)
 
 

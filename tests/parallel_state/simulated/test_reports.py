@@ -222,7 +222,7 @@ def test_a_tensor_that_changes_before_the_wait_is_reported_in_every_order(seed: 
         gradient.div_(2)
         work.wait()
 
-    assert "all_reduce(float32[3], op=SUM)" in str(report(AsyncAccessError, 3, compute, schedule="random", seed=seed))
+    assert "all_reduce(float32[3], op=SUM)" in str(report(AsyncAccessError, 3, compute, seed=seed))
     run_ranks(3, compute, check_async=False)
 
 
@@ -242,13 +242,12 @@ RING = [[0, 1], [1, 2], [0, 2]]
 
 @pytest.mark.parametrize("seed", range(3))
 def test_groups_that_ranks_use_in_orders_that_contradict_each_other_are_reported(seed: int) -> None:
-    options = {"schedule": "random", "seed": seed}
     pair = [[0, 1], [0, 1]]
-    error = report(GroupOrderError, 2, lambda: start_in_order(pair, {0: [0, 1], 1: [1, 0]}), **options)
+    error = report(GroupOrderError, 2, lambda: start_in_order(pair, {0: [0, 1], 1: [1, 0]}), seed=seed)
     assert (sorted(error.ranks), sorted(error.groups)) == ([0, 1], ["0", "1"])
-    error = report(GroupOrderError, 3, lambda: start_in_order(RING, {0: [2, 0], 1: [0, 1], 2: [1, 2]}), **options)
+    error = report(GroupOrderError, 3, lambda: start_in_order(RING, {0: [2, 0], 1: [0, 1], 2: [1, 2]}), seed=seed)
     assert (sorted(error.ranks), sorted(error.groups)) == ([0, 1, 2], ["0", "1", "2"])
-    run_ranks(3, start_in_order, RING, {0: [2, 0], 1: [0, 1], 2: [2, 1]}, **options)
+    run_ranks(3, start_in_order, RING, {0: [2, 0], 1: [0, 1], 2: [2, 1]}, seed=seed)
 
 
 def test_values_that_must_agree_and_do_not_are_reported() -> None:
@@ -437,7 +436,7 @@ def test_a_race_is_a_seed_that_fails_every_time() -> None:
             dist.barrier()
             finished.append(dist.get_rank())
 
-        run_ranks(4, compute, None, schedule="random", seed=seed)
+        run_ranks(4, compute, None, seed=seed)
         return finished
 
     assert outcome(1) == outcome(1)

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_state.errors import ParallelStateError
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated import CommunicationTrace, Simulation, SimulationError, run_ranks
 from parallel_state.simulated.scheduler import Scheduler
@@ -110,11 +109,6 @@ def test_a_trace_has_every_transfer_by_axis_operation_bytes_and_line() -> None:
     assert trace.select(axis="dp").nbytes == 8 * 6
     assert len(trace.select(axis="tp-pp")) == 8
     assert "tp          all_reduce                     8           128" in trace.table()
-
-
-def test_schedules_are_checked() -> None:
-    with pytest.raises(ParallelStateError):
-        run_ranks(2, dist.barrier, schedule="random")
 
 
 def test_a_module_imported_by_a_rank_starts_with_its_values_on_every_rank(

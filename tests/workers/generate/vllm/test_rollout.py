@@ -338,7 +338,7 @@ def test_an_engine_generates_when_all_its_ranks_have_left_their_gpus(monkeypatch
     WORKERS.clear()
     monkeypatch.setattr(StandInLLM, "answer", staticmethod(answer))
     with standing_in():
-        simulated.run_ranks(2, generated_in_turns, {"tp": 2}, schedule="random", seed=1)
+        simulated.run_ranks(2, generated_in_turns, {"tp": 2}, seed=1)
     assert left == [[True, True]] * 4
 
 
