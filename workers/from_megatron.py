@@ -57,6 +57,7 @@ _OF_TRAINING_LOOP = frozenset(
         "log_max_attention_logit",
         "moe_enable_routing_replay",
         "overlap_moe_expert_parallel_comm",
+        "perform_initialization",
         "tp_comm_overlap",
         "use_te_rng_tracker",
     )

@@ -50,6 +50,7 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "use_te_rng_tracker": (False, "every layout has Megatron's own random tracker"),
     "inference_rng_tracker": (False, "every layout has Megatron's own random tracker"),
     "init_model_with_meta_device": (False, "weights are initialized on their device"),
+    "perform_initialization": (True, "Megatron marks the weights that tp divides while it initializes them"),
     "moe_use_legacy_grouped_gemm": (False, "checkpoints and resharding expect Transformer Engine's grouped weights"),
     "transformer_impl": ("transformer_engine", "set model.transformer_impl"),
     "flash_decode": (False, "generation caches keys after their rotation"),

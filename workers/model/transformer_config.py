@@ -82,7 +82,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     chosen_only = model.moe_router_topk == 1 and extra.get("moe_router_pre_softmax") is False
     try:
         config = kind(**(fields | extra | ({"moe_router_pre_softmax": True} if chosen_only else {})))
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ImportError, ValueError) as error:
         raise ConfigError(f"TransformerConfig rejects the model: {error}", key="model", value=model) from error
     if chosen_only:
         config.moe_router_pre_softmax = False

@@ -116,6 +116,7 @@ def test_fields_that_packed_rows_do_not_support_are_rejected(transformer: dict[s
         ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps"),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
         ({"flash_decode": True}, "flash_decode"),
+        ({"perform_initialization": False}, "perform_initialization"),
         ({"use_mup": True}, "use_mup"),
         ({"qk_clip": True}, "qk_clip"),
         ({"cross_entropy_loss_fusion": True}, "cross_entropy_loss_fusion"),
