@@ -28,10 +28,14 @@ import math
 import os
 import resource
 import statistics
+import sys
 import tempfile
 import time
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any, ClassVar, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ray
 import torch
