@@ -7,20 +7,22 @@ separate processes.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
+import io
 import os
+import pickle
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
 import torch
 
-from mcontroller.dispatch.call import SentBatch
+from mcontroller.data.columns import is_tensordict
+from mcontroller.data.pickling import reduce
 from mcontroller.errors import (
     CallTimeout,
     DispatchError,
@@ -303,7 +305,7 @@ class LocalExecutor:
         worker = self.workers[rank]
         with on_rank(self.role, rank, self.coordinates[rank] if self.coordinates else {}):
             timer = start_timer(number=self._number)
-            args, kwargs = resolve(private_arguments(arguments), self.fetch)
+            args, kwargs = resolve(private_copy(arguments), self.fetch)
             timer("fetch")
             try:
                 with call_context(worker, method):
@@ -375,28 +377,45 @@ class LocalExecutor:
 # ---- values that go to a rank or back, as if they were separate processes --------------------------------------------
 
 
-def private_copy(value: Any) -> Any:
-    """Return a copy that shares no memory with ``value``; of a view, only the visible part of its storage is copied.
+_SHARED = (type, FunctionType, ModuleType, LocalHandle)
+"""What ranks in one process share: code, and values that are copied when they are fetched."""
 
-    A batch with tensors on workers copies only the columns that it has itself: the others are copied when they are
-    fetched. Objects that cannot be copied raise what ``copy.deepcopy`` raises; they could not be sent to another
-    process either.
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as they are sent to another process, and shares what copies share."""
+
+    def __init__(self, sink: io.BytesIO) -> None:
+        self.shared: list[Any] = []
+        self.buffers: list[pickle.PickleBuffer] = []
+        super().__init__(sink, protocol=5, buffer_callback=self.buffers.append)
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, _SHARED):
+            return None
+        self.shared.append(obj)
+        return len(self.shared) - 1
+
+    def reducer_override(self, obj: Any) -> Any:
+        return reduce(obj) if isinstance(obj, torch.Tensor) or is_tensordict(obj) else NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, pickler: _Pickler, data: bytes) -> None:
+        self._shared = pickler.shared
+        super().__init__(io.BytesIO(data), buffers=[bytearray(buffer.raw()) for buffer in pickler.buffers])
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._shared[pid]
+
+
+def private_copy(value: Any) -> Any:
+    """Return a copy of a value as another process would receive it, which shares no memory with it.
+
+    A value that cannot be sent to another process cannot be copied either: the error is that of its pickling.
     """
     if isinstance(value, _IMMUTABLE):
         return value
-    if isinstance(value, SentBatch):
-        return replace(value, sent=private_copy(value.sent))
-    if type(value) is torch.Tensor and not value.is_nested:
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return value.copy()
-    if type(value) is dict:
-        return {key: private_copy(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(private_copy, value))
-    return copy.deepcopy(value)
-
-
-def private_arguments(arguments: Arguments) -> Arguments:
-    """Return a private copy of the arguments for one rank."""
-    return Arguments(private_copy(tuple(arguments.args)), private_copy(dict(arguments.kwargs)))
+    sink = io.BytesIO()
+    pickler = _Pickler(sink)
+    pickler.dump(value)
+    return _Unpickler(pickler, sink.getvalue()).load()

@@ -634,6 +634,8 @@ class DataProto(OutOfBand):
         """
         mini_batch_size = as_count("mini_batch_size", mini_batch_size, 1)
         epochs = as_count("epochs", epochs, 0)
+        if len(self) == 0:  # torch rejects shuffling nothing
+            return iter(())
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         options: dict[str, Any] = {"generator": generator, "collate_fn": _identity, **(dataloader_kwargs or {})}
         loader: Any = torch.utils.data.DataLoader(self, batch_size=mini_batch_size, **options)  # type: ignore[arg-type]
@@ -856,7 +858,7 @@ class DataProto(OutOfBand):
         for name in ("batch", "non_tensor_batch", "meta_info"):
             mine, others = (batch.tensors() if name == "batch" else getattr(batch, name) for batch in (self, other))
             if mine.keys() != others.keys():
-                return f"{name} has keys {sorted(mine)}, other has {sorted(others)}"
+                return f"{name} has keys {sorted(mine, key=str)}, other has {sorted(others, key=str)}"
             for key, value in mine.items():
                 if not same_value(value, others[key]):
                     return f"{name}[{key!r}] differs: {describe(value)} and {describe(others[key])}"
@@ -950,9 +952,9 @@ def _check_parts(data: Any) -> None:
 
 def _check_same_columns(batches: Sequence[Any], data: Sequence[DataProto]) -> None:
     """Check that parts agree in their non-tensor columns, and that all or none have tensors."""
-    expected = sorted(data[0].non_tensor_batch)
+    expected = sorted(data[0].non_tensor_batch, key=str)
     for position, (batch, part) in enumerate(zip(batches, data, strict=True)):
-        columns = sorted(part.non_tensor_batch)
+        columns = sorted(part.non_tensor_batch, key=str)
         if columns != expected:
             text = f"non_tensor_batch of part {position} has columns {columns}, of part 0 {expected}"
             raise DataError(f"{text}: they must be equal", part=position, columns=columns, expected=expected)
@@ -992,9 +994,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     Raises:
         DataError: if ``size_divisor`` is less than 1.
     """
-    if size_divisor < 1:
-        raise DataError(f"size_divisor is {size_divisor}: expected at least 1", size_divisor=size_divisor)
-    pad_size = -len(data) % size_divisor
+    pad_size = -len(data) % as_count("size_divisor", size_divisor, 1)
     padded = data.select_idxs(np.arange(len(data) + pad_size) % len(data)) if pad_size else data.slice()
     return padded, pad_size
 
@@ -1014,20 +1014,28 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
         A copy of the rows, with the ``meta_info`` of the first.
 
     Raises:
-        DataError: if there are no rows, or rows differ in dtype or shape of a column; names the column and the row.
+        DataError: if there are no rows, or rows differ in their columns, or in dtype or shape of one; names the column
+            and the row.
     """
     if not x:
         raise DataError("collate_fn got no rows: expected at least one DataProtoItem", rows=0)
-    items = [item.batch for item in x]
-    for key, value in () if items[0] is None else items[0].items():
-        for position, item in enumerate(items):
-            given, expected = describe(None if item is None else item.get(key, None)), describe(value)
-            if given != expected:
-                text = f"column {key!r} of row {position} is {given}, of row 0 {expected}: they must be equal"
+    expected = _kinds(x[0])
+    for position, item in enumerate(x):
+        kinds = _kinds(item)
+        for key in expected | kinds:
+            if (given := kinds.get(key, "missing")) != (first := expected.get(key, "missing")):
+                text = f"column {key!r} of row {position} is {given}, of row 0 {first}: they must be equal"
                 raise DataError(text, column=key, row=position)
-    batch: Any = None if items[0] is None else torch.stack(items).contiguous()  # type: ignore[arg-type]
+    items: Any = [item.batch for item in x]
+    batch: Any = None if items[0] is None else torch.stack(items).contiguous()
     arrays = {key: as_array([item.non_tensor_batch[key] for item in x]) for key in x[0].non_tensor_batch}
     return DataProto(batch, arrays, copy_meta(x[0].meta_info))
+
+
+def _kinds(item: DataProtoItem) -> dict[str, str]:
+    """Return what the columns of rows must have in common to be stacked."""
+    tensors = {} if item.batch is None else {key: describe(value) for key, value in item.batch.items()}
+    return tensors | dict.fromkeys(item.non_tensor_batch, "not a tensor")
 
 
 def _union_tensordicts(first: TensorDict | None, second: TensorDict | None) -> TensorDict | None:

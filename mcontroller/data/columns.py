@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -198,10 +198,9 @@ class RowIndexError(DataError, IndexError):
 
 def as_count(argument: str, value: Any, least: int) -> int:
     """Return an argument that counts something as an int."""
-    number = operator.index(value)
-    if number < least:
+    if not isinstance(value, SupportsIndex) or operator.index(value) < least:
         raise DataError(f"{argument} is {value!r}: expected an integer of at least {least}", **{argument: value})
-    return number
+    return operator.index(value)
 
 
 def row_index(idxs: Any, rows: int) -> np.ndarray:
@@ -236,10 +235,10 @@ def as_keys(keys: str | Iterable[str] | None, default: Iterable[str] = ()) -> li
 
 def check_keys(kind: str, wanted: Iterable[str], present: Iterable[str]) -> None:
     """Check that names exist; the error lists those that do."""
-    existing = list(present)
+    existing = sorted(present, key=str)
     missing = [key for key in wanted if key not in existing]
     if missing:
-        raise DataError(f"no {kind} {missing}; existing: {sorted(existing)}", missing=missing, present=sorted(existing))
+        raise DataError(f"no {kind} {missing}; existing: {existing}", missing=missing, present=existing)
 
 
 def as_array(value: Any, column: str = "") -> np.ndarray:
@@ -270,6 +269,7 @@ def make_batch(tensors: Mapping[str, Any], batch_dims: int) -> TensorDict:
                 column=key,
                 type=type(value).__name__,
             )
+        _check_dense(value, f"tensors[{key!r}]", key)
         dims = tuple(value.shape[:batch_dims])
         if len(dims) < batch_dims:
             text = f"tensors[{key!r}] has {value.ndim} dims: expected at least {batch_dims}, dim 0 being the rows"
@@ -291,10 +291,8 @@ def check_columns(batch: Any, arrays: Mapping[str, Any]) -> None:
             text = f"batch is {kind}: expected a TensorDict with a row dim; for a dict, call DataProto.from_dict"
             raise DataError(text, type=kind)
         rows = batch.batch_size[0]
-    for key, column in () if batch is None else batch.items():
-        layout = column.layout if isinstance(column, Tensor) else type(column).__name__
-        if layout is not torch.strided and not is_tensordict(column):
-            raise DataError(f"batch[{key!r}] is {layout}: expected a dense tensor", column=key)
+        for key, column in batch.items():
+            _check_dense(column, f"batch[{key!r}]", key)
     for key, array in arrays.items():
         name = f"non_tensor_batch[{key!r}]"
         if not isinstance(array, np.ndarray) or array.ndim == 0:
@@ -303,3 +301,15 @@ def check_columns(batch: Any, arrays: Mapping[str, Any]) -> None:
             text = f"{name} has {len(array)} rows, the batch has {rows}: all columns must have the same number of rows"
             raise DataError(text, column=key, actual=len(array), rows=rows)
         rows = len(array)
+
+
+def _check_dense(column: Any, location: str, name: str) -> None:
+    """Check that a column of a batch, and every column in it, is a tensor of which rows can be selected."""
+    if is_tensordict(column):
+        for key, inner in column.items():
+            _check_dense(inner, f"{location}[{key!r}]", name)
+    elif not isinstance(column, Tensor) or column.is_nested or column.layout is not torch.strided:
+        kind = type(column).__name__
+        if isinstance(column, Tensor):
+            kind = "a nested tensor" if column.is_nested else f"a tensor of layout {column.layout}"
+        raise DataError(f"{location} is {kind}: expected a dense tensor", column=name)

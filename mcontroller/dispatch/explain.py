@@ -62,7 +62,8 @@ class Explanation:
         plan: the plan of the call.
         ranks: the part of each rank.
         sent_bytes: size of the arguments that all ranks read, without values that are still on the workers.
-        stored_bytes: size of the arguments that the transport stores: each shard once.
+        stored_bytes: size of the arguments that the transport stores: each shard, and each argument that is not split,
+            once.
     """
 
     method: str
@@ -115,6 +116,9 @@ def explain(call: PreparedCall) -> Explanation:
         for rank, shard in zip(plan.ranks, plan.shards, strict=True)
     )
     sent, stored = sum(rank.bytes for rank in ranks), sum(sizes.values())
+    if origin is not None:  # arguments that are not split are the same for all shards
+        values = {id(value): value for shard in call.shards for value in (*shard.args, *shard.kwargs.values())}
+        stored = sum(map(payload_bytes, values.values()))
     return Explanation(f"{call.group.name}.{call.method}", plan.spec.name, plan, ranks, sent, stored)
 
 
