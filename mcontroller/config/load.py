@@ -8,6 +8,7 @@ import io
 import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
-from mcontroller.config.fields import mapped_config, nested_config, structure_of, unknown_field
+from mcontroller.config.fields import is_text, mapped_config, nested_config, structure_of, unknown_field
 from mcontroller.errors import ConfigError, MControllerError
 
 C = TypeVar("C")
@@ -347,7 +348,7 @@ def _misfits(
         here = (*path, key)
         if key not in names:
             yield unknown_field(cls, str(key), "".join(f"{part}." for part in path)), here
-        elif error := _wrong_structure(structure_of(cls, key), value, here):
+        elif error := _wrong_structure(structure_of(cls, key), value, here) or _wrong_text(cls, key, value, here):
             yield error, here
         elif (nested := nested_config(cls, key)) is not None and isinstance(value, Mapping):
             yield from _misfits(nested, value, here)
@@ -366,6 +367,16 @@ def _wrong_structure(expected: type | None, value: Any, path: tuple[Any, ...]) -
     key = ".".join(map(str, path))
     text = "a mapping of keys to values" if expected is dict else f"a list, such as [{value}]"
     return ConfigError(f"{key} is {value!r}; expected {text}", key=key, value=value)
+
+
+def _wrong_text(cls: type[Any], name: str, value: Any, path: tuple[Any, ...]) -> ConfigError | None:
+    """Return the error of a number in place of a text: YAML does not keep how it was written, such as 2026_01_01."""
+    number = next((entry for entry in (value if isinstance(value, list) else [value]) if isinstance(entry, Real)), None)
+    if number is None or not is_text(cls, name):
+        return None
+    key = ".".join(map(str, path))
+    text = f"{key} is {number!r} in YAML; expected text: put it in quotes, and on a command line \"{key}='...'\""
+    return ConfigError(text, key=key, value=value)
 
 
 class CollectedErrors:

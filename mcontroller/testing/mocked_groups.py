@@ -25,7 +25,7 @@ from mcontroller.dispatch.registration import registrations
 from mcontroller.errors import CallTimeout, DispatchError, GroupError, WorkerDied
 from mcontroller.group import WorkerGroup
 from mcontroller.local import LocalExecutor, private_copy
-from mcontroller.transport import Arguments, Deferred
+from mcontroller.transport import Arguments, resolve
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment, W_co
 from parallel_state.axes import ranks_text
 from parallel_state.layout import ParallelLayout
@@ -125,18 +125,10 @@ class MockExecutor(LocalExecutor):
             raise failure.error
         if failure is not None and failure.exit_cause is not None:
             raise self._died(rank, method, failure.exit_cause)
-        sent = self._snapshot(arguments)
+        args, kwargs = resolve(private_copy(arguments), self.fetch)
         value = super().run(rank, method, arguments)
-        self.calls[rank].append(RecordedCall(method, sent.args, sent.kwargs, private_copy(value)))
+        self.calls[rank].append(RecordedCall(method, tuple(args), kwargs, private_copy(value)))
         return value
-
-    def _snapshot(self, arguments: Arguments) -> Arguments:
-        def read(value: Any) -> Any:
-            copied = private_copy(value)
-            return copied.resolve(self.fetch) if isinstance(copied, Deferred) else copied
-
-        kwargs = {key: read(value) for key, value in arguments.kwargs.items()}
-        return Arguments(tuple(map(read, arguments.args)), kwargs)
 
     def _failure_of(self, rank: int, method: str) -> InjectedFailure | None:
         failure = self.failures.get(rank)
