@@ -37,7 +37,6 @@ from mcontroller.data.columns import (
     leaf_tensors,
     make_batch,
     make_tensordict,
-    map_columns,
     row_index,
     shallow_copy,
     take_rows,
@@ -301,16 +300,12 @@ class DataProto(OutOfBand):
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Return rows ``start:end:step`` as views; with a negative step, as a copy."""
-        begin, stop, stride = slice(start, end, step).indices(len(self))
-        if stride < 0:
-            return self.select_idxs(np.arange(begin, stop, stride))
-        stop = max(begin, stop)
-        count = len(range(begin, stop, stride))
-        batch = map_columns(self.local_batch, lambda column: column[begin:stop:stride], count)
-        arrays = self._array_rows(slice(begin, stop, stride))
-        return self.derive(
-            batch, arrays, remote=[columns.take(np.arange(begin, stop, stride)) for columns in self.remote]
-        )
+        rows = slice(start, end, step)
+        index = np.arange(*rows.indices(len(self)))
+        if step is not None and step < 0:  # tensors have no such views
+            return self.select_idxs(index)
+        batch = None if self.local_batch is None else self.local_batch[rows]
+        return self.derive(batch, self._array_rows(rows), remote=[columns.take(index) for columns in self.remote])
 
     def select_idxs(self, idxs: Index) -> Self:
         """Return the selected rows as a copy.
@@ -324,9 +319,11 @@ class DataProto(OutOfBand):
         """
         index = row_index(idxs, len(self))
         rows = torch.from_numpy(index)
-        batch = map_columns(self.local_batch, lambda column: take_rows(column, rows), len(index))
-        arrays = self._array_rows(index)
-        return self.derive(batch, arrays, remote=[columns.take(index) for columns in self.remote])
+        batch = self.local_batch
+        if batch is not None:
+            size = (len(index), *batch.batch_size[1:])
+            batch = batch.apply(lambda column: take_rows(column, rows), batch_size=size, filter_empty=False)
+        return self.derive(batch, self._array_rows(index), remote=[columns.take(index) for columns in self.remote])
 
     def _array_rows(self, index: Any) -> dict[str, Any]:
         """Return the selected rows of the arrays, of which ``non_tensor_batch`` may have got one of another length."""
@@ -878,7 +875,8 @@ class DataProto(OutOfBand):
         return self.derive(shallow_copy(self.local_batch), dict(self.non_tensor_batch), remote=self.remote)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        batch = map_columns(self.prefetch().local_batch, torch.clone, len(self))
+        local = self.prefetch().local_batch
+        batch = None if local is None else local.clone()
         return self.derive(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
 
     def save_to_disk(self, filepath: str | PathLike[str]) -> None:

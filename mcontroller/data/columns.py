@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -82,23 +82,6 @@ def describe(value: Any, limit: int = 80) -> str:
 
 
 # ---- rows of columns -------------------------------------------------------------------------------------------------
-
-
-def map_columns(batch: Any, change: Callable[[Tensor], Any], rows: int) -> TensorDict | None:
-    """Apply a function to every tensor, also of nested TensorDicts.
-
-    Args:
-        batch: the columns, or None.
-        change: the function.
-        rows: the number of rows of the results.
-    """
-    if batch is None:
-        return None
-    columns: dict[str, Any] = {}
-    for key, column in batch.items():
-        is_nested = not isinstance(column, Tensor)
-        columns[key] = map_columns(column, change, rows) if is_nested else change(column)
-    return make_tensordict(columns, (rows, *batch.batch_size[1:]), batch.device)
 
 
 def leaf_tensors(batch: TensorDict | None) -> Iterable[Any]:

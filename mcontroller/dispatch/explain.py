@@ -15,6 +15,7 @@ from mcontroller.dispatch.call import PreparedCall, SentBatch
 from mcontroller.dispatch.modes import Plan
 from mcontroller.locality import locality_lines
 from mcontroller.transport import Arguments, Deferred
+from parallel_state.describe import runs_text
 from parallel_state.topology import Topology
 
 SHOWN_RANKS = 64
@@ -165,13 +166,8 @@ def _cells(rank: RankExplanation, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _rows_text(rank: RankExplanation) -> str:
-    """Return ``0..3``, or the first rows one by one, and how many of them are padding."""
-    if rank.rows is None:
-        return "-"
-    rows = list(rank.rows)
-    if not rows:
-        return "none"
-    run = len(rows) > 2 and rows == list(range(rows[0], rows[0] + len(rows)))
-    listed = ",".join(map(str, rows[:6])) + (",..." if len(rows) > 6 else "")
-    text = f"{rows[0]}..{rows[-1]}" if run else listed
-    return f"{text} ({len(rows)} rows{f', {rank.padding} padding' if rank.padding else ''})"
+    """Return ``0-3``, or the first rows and the last one, and how many of them are padding."""
+    if not rank.rows:
+        return "-" if rank.rows is None else "none"
+    padding = f", {rank.padding} padding" if rank.padding else ""
+    return f"{runs_text(rank.rows)} ({len(rank.rows)} rows{padding})"

@@ -51,14 +51,17 @@ class InjectedFailure:
     Attributes:
         error: the exception that the rank raises.
         exit_cause: the reason of the process's death.
-        late_by: seconds by which the answer is late.
+        late_by: seconds by which the answer is late; 0 for none.
         method: the method that fails; None for every method.
     """
 
     error: Exception | None = None
     exit_cause: str | None = None
-    late_by: float | None = None
+    late_by: float = 0.0
     method: str | None = None
+
+
+_NO_FAILURE = InjectedFailure()
 
 
 def raises(error: Exception | str, *, method: str | None = None) -> InjectedFailure:
@@ -116,46 +119,38 @@ class MockExecutor(LocalExecutor):
             yield
 
     def late_error(self, method: str, ranks: Sequence[int], timeout: float | None) -> CallTimeout | None:
-        late = [rank for rank in ranks if self._is_late(rank, method, timeout)]
-        return self._timed_out(method, late, timeout) if late else None
+        late = tuple(rank for rank in ranks if timeout is not None and self._failure(rank, method).late_by > timeout)
+        if not late:
+            return None
+        return CallTimeout(
+            f"{self.role}.{method}: after {timeout:g} s no answer from {self.role} {ranks_text(late)}",
+            role=self.role,
+            method=method,
+            timeout=timeout,
+            ranks=late,
+            stacks=dict.fromkeys(late, "(mocked: late)"),
+            cause="",
+            report="",
+        )
 
     def run(self, rank: int, method: str, arguments: Arguments) -> Any:
-        failure = self._failure_of(rank, method)
-        if failure is not None and failure.error is not None:
+        failure = self._failure(rank, method)
+        if failure.error is not None:
             raise failure.error
-        if failure is not None and failure.exit_cause is not None:
+        if failure.exit_cause is not None:
             raise self._died(rank, method, failure.exit_cause)
         args, kwargs = resolve(private_copy(arguments), self.fetch)
         value = super().run(rank, method, arguments)
         self.calls[rank].append(RecordedCall(method, tuple(args), kwargs, private_copy(value)))
         return value
 
-    def _failure_of(self, rank: int, method: str) -> InjectedFailure | None:
-        failure = self.failures.get(rank)
-        return failure if failure is not None and failure.method in (None, method) else None
-
-    def _is_late(self, rank: int, method: str, timeout: float | None) -> bool:
-        failure = self._failure_of(rank, method)
-        return failure is not None and failure.late_by is not None and timeout is not None and failure.late_by > timeout
-
-    def _timed_out(self, method: str, ranks: Sequence[int], timeout: float | None) -> CallTimeout:
-        return CallTimeout(
-            f"{self.role}.{method}: after {timeout:g} s no answer from {self._label(ranks)}",
-            role=self.role,
-            method=method,
-            timeout=timeout,
-            ranks=tuple(ranks),
-            stacks={rank: "(mocked: late)" for rank in ranks},
-            cause="",
-            report="",
-        )
-
-    def _label(self, ranks: Sequence[int]) -> str:
-        return f"{self.role} {ranks_text(ranks)}"
+    def _failure(self, rank: int, method: str) -> InjectedFailure:
+        failure = self.failures.get(rank, _NO_FAILURE)
+        return failure if failure.method in (None, method) else _NO_FAILURE
 
     def _died(self, rank: int, method: str, exit_cause: str) -> GroupError:
         return WorkerDied(
-            f"{self._label([rank])} died in {method}: {exit_cause}",
+            f"{self.role} {ranks_text([rank])} died in {method}: {exit_cause}",
             role=self.role,
             rank=rank,
             coordinates=dict(self.coordinates[rank]) if self.coordinates else {},

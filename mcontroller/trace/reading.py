@@ -99,8 +99,7 @@ class RunTrace:
         begin, end = min(event.begin for event in chosen), max(event.end for event in chosen)
 
         def inside(lanes: list[TraceLane]) -> list[TraceLane]:
-            kept = ([event for event in lane.events if event.end > begin and event.begin < end] for lane in lanes)
-            return [replace(lane, events=events) for lane, events in zip(lanes, kept, strict=True)]
+            return [replace(lane, events=[e for e in lane.events if e.end > begin and e.begin < end]) for lane in lanes]
 
         return RunTrace(inside(self.controllers), inside(self.ranks))
 
