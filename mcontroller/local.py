@@ -53,8 +53,6 @@ from parallel_state.topology import Topology
 
 T = TypeVar("T")
 
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
-
 
 class LocalWorkerGroup(WorkerGroup[W_co]):
     """A group for debuggers: the ranks run one after another in the caller's thread.
@@ -413,8 +411,6 @@ def private_copy(value: Any) -> Any:
 
     A value that cannot be sent to another process cannot be copied either: the error is that of its pickling.
     """
-    if isinstance(value, _IMMUTABLE):
-        return value
     sink = io.BytesIO()
     pickler = _Pickler(sink)
     pickler.dump(value)

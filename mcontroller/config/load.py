@@ -301,15 +301,17 @@ def read_yaml(path: str | Path) -> DictConfig:
     if not path.is_file():
         problem = "is not a file" if path.exists() else "does not exist"
         raise ConfigError(f"configuration file {str(path)!r} {problem}; pass a YAML file", key=str(path), value=None)
-    loaded = _parsed(path.read_bytes(), f"the configuration file {str(path)!r}", str(path))
+    try:
+        loaded = OmegaConf.load(io.StringIO(path.read_bytes().decode()))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError, RecursionError) as error:
+        text = f"the configuration file {str(path)!r} cannot be read as YAML: {_line(error)}"
+        raise ConfigError(text, key=str(path), value=None) from error
     return _mapping(loaded, path)
 
 
 def _mapping(loaded: Any, source: Any) -> DictConfig:
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(
-            f"expected a mapping of keys to values; {str(source)!r} contains a list", key="", value=source
-        )
+        raise ConfigError(f"{str(source)!r} is not a mapping of keys to values", key="", value=source)
     return loaded
 
 
@@ -324,14 +326,6 @@ def _layer_of_overrides(overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(
             f"an override of {list(overrides)} cannot be read: {_line(error)}", key="overrides"
         ) from error
-
-
-def _parsed(content: bytes, what: str, key: str) -> Any:
-    """Parse YAML; its errors, and the errors of the values that it makes, become errors of this project."""
-    try:
-        return OmegaConf.load(io.StringIO(content.decode()))
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{what} cannot be read as YAML: {_line(error)}", key=key, value=None) from error
 
 
 def _line(error: Exception) -> str:

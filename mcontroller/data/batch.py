@@ -634,7 +634,8 @@ class DataProto(OutOfBand):
         if len(self) == 0:  # torch rejects shuffling nothing
             return iter(())
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        options: dict[str, Any] = {"generator": generator, "collate_fn": _identity, **(dataloader_kwargs or {})}
+        # ``__getitems__`` has collated the rows.
+        options: dict[str, Any] = {"generator": generator, "collate_fn": copy.copy, **(dataloader_kwargs or {})}
         loader: Any = torch.utils.data.DataLoader(self, batch_size=mini_batch_size, **options)  # type: ignore[arg-type]
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
@@ -902,11 +903,6 @@ class DataProto(OutOfBand):
             DataError: if the file is not such a file, or was written by another version.
         """
         return cls(*load_batch(filepath))
-
-
-def _identity(batch: Any) -> Any:
-    """Return a mini-batch as ``__getitems__`` made it; a function of the module, so that it can be pickled."""
-    return batch
 
 
 DataProtoFuture = DataProto

@@ -98,7 +98,6 @@ def explain(call: PreparedCall) -> Explanation:
     """Return the explanation of a call that has its arguments."""
     plan = call.plan
     sizes = {id(arguments): payload_bytes(arguments) for arguments in call.shards}
-    unknown = {id(arguments) for arguments in call.shards if _has_deferred(arguments)}
     origin = call.origin
     returning = set(plan.collected)
     nodes = plan.topology.nodes
@@ -112,7 +111,7 @@ def explain(call: PreparedCall) -> Explanation:
             padding=0 if origin is None else origin.pads[shard],
             bytes=sizes[id(call.shards[shard])],
             returns=rank in returning,
-            unknown_bytes=id(call.shards[shard]) in unknown,
+            unknown_bytes=_has_deferred(call.shards[shard]),
         )
         for rank, shard in zip(plan.ranks, plan.shards, strict=True)
     )
