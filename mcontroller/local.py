@@ -31,6 +31,7 @@ from mcontroller.errors import (
     LayoutError,
     MControllerError,
     WorkerError,
+    before_changes,
     is_before_changes,
 )
 from mcontroller.group import WorkerGroup
@@ -303,7 +304,8 @@ class LocalExecutor:
         worker = self.workers[rank]
         with on_rank(self.role, rank, self.coordinates[rank] if self.coordinates else {}):
             timer = start_timer(number=self._number)
-            args, kwargs = resolve(private_copy(arguments), self.fetch)
+            with before_changes():
+                args, kwargs = resolve(private_copy(arguments), self.fetch)
             timer("fetch")
             try:
                 with call_context(worker, method):

@@ -219,14 +219,16 @@ class DataProto(OutOfBand):
             num_batch_dims: number of leading dims that all tensors share.
 
         Raises:
-            DataError: if columns differ in their number of rows, or ``tensor_dict`` is of another type.
+            DataError: if columns differ in their number of rows, a key has two values, or ``tensor_dict`` is of another
+                type.
         """
         from tensordict import NonTensorData, NonTensorStack
 
         if not (tensor_dict is None or is_tensordict(tensor_dict)):
             kind = type(tensor_dict).__name__
             raise DataError(f"tensor_dict is {kind}: expected a TensorDict; for a dict, call DataProto.from_dict")
-        tensors, arrays, info = {}, {}, dict(meta_info or {})
+        info: dict[str, Any] = {}
+        tensors, arrays = {}, {}
         for key, value in {} if tensor_dict is None else tensor_dict.items():
             if isinstance(value, NonTensorStack):
                 arrays[key] = as_array(value.tolist())
@@ -234,7 +236,7 @@ class DataProto(OutOfBand):
                 info[key] = value.data
             else:
                 tensors[key] = value
-        return cls.from_dict(tensors, arrays, info, num_batch_dims)
+        return cls.from_dict(tensors, arrays, merge_union(meta_info or {}, info), num_batch_dims)
 
     def derive(
         self,

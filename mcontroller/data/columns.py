@@ -29,12 +29,6 @@ LARGE_BYTES = 4 << 20
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of each element size in bytes: numpy and torch support it where they lack a dtype of that size."""
 
-_SELECTABLE = frozenset(
-    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}
-    | {torch.float32, torch.float64, torch.complex64, torch.complex128}
-)
-"""Dtypes of which every release of torch selects rows; others are selected as integers of the same size."""
-
 
 def is_tensordict(value: object) -> TypeIs[TensorDict]:
     """Return whether a value is a TensorDict; without the package imported, none is."""
@@ -96,9 +90,11 @@ def shallow_copy(batch: TensorDict | None) -> TensorDict | None:
 
 def take_rows(column: Tensor, index: Tensor) -> Tensor:
     """Return the rows at an index (int64 ``[rows]``) as a copy."""
-    if column.dtype not in _SELECTABLE:
-        return take_rows(column.view(INTEGER_OF_SIZE[column.dtype.itemsize]), index).view(column.dtype)
-    return column.index_select(0, index.to(column.device))
+    index = index.to(column.device)
+    if column.requires_grad or column.is_complex() or column.is_neg():
+        return column.index_select(0, index)
+    bits = column.view(INTEGER_OF_SIZE[column.dtype.itemsize])  # torch selects no rows of float8 and some integers
+    return bits.index_select(0, index).view(column.dtype)
 
 
 def join_rows(parts: Sequence[TensorDict], name: str = "") -> TensorDict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -453,7 +454,7 @@ def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rule: RowRu
     padding = rule.padding
     if padding is None and any(batch.is_padding_enabled() for batch in batches.values()):
         padding = "repeat"
-    together = max(rows_together(batch.meta_info, len(batch)) for batch in batches.values())
+    together = math.lcm(*(rows_together(batch.meta_info, len(batch)) for batch in batches.values()))
     return split_rows(
         next(iter(rows.values())),
         call.plan.shard_count,

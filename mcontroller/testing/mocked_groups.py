@@ -22,7 +22,7 @@ from typing import Any
 
 from mcontroller.config.checks import close_names
 from mcontroller.dispatch.registration import registrations
-from mcontroller.errors import CallTimeout, DispatchError, GroupError, WorkerDied
+from mcontroller.errors import CallTimeout, DispatchError, GroupError, WorkerDied, before_changes
 from mcontroller.group import WorkerGroup
 from mcontroller.local import LocalExecutor, private_copy
 from mcontroller.transport import Arguments, resolve
@@ -139,7 +139,8 @@ class MockExecutor(LocalExecutor):
             raise failure.error
         if failure.exit_cause is not None:
             raise self._died(rank, method, failure.exit_cause)
-        args, kwargs = resolve(private_copy(arguments), self.fetch)
+        with before_changes():
+            args, kwargs = resolve(private_copy(arguments), self.fetch)
         value = super().run(rank, method, arguments)
         self.calls[rank].append(RecordedCall(method, tuple(args), kwargs, private_copy(value)))
         return value

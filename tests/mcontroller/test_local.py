@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mcontroller import (
+    CallRejected,
     ClassWithInitArgs,
     DataProto,
     Dispatch,
@@ -30,6 +31,7 @@ from mcontroller import (
 )
 from mcontroller.local import private_copy
 from mcontroller.ray.values.wire import pack
+from mcontroller.testing import mock_worker_group
 from parallel_state.layout import ParallelLayout
 from tests.mcontroller.batches import every_kind, numbered, numbers
 
@@ -164,6 +166,15 @@ TWICE = torch.zeros(2)
 )  # fmt: skip
 def test_a_value_arrives_as_in_another_process(value: Any) -> None:
     assert describe(private_copy(value)) == describe(pack(value).unpack())
+
+
+@pytest.mark.parametrize("value", [(item for item in "ab"), torch.eye(2).to_sparse(), threading.Lock()])
+@pytest.mark.parametrize("make", [LocalWorkerGroup, mock_worker_group])
+def test_what_cannot_be_sent_is_rejected_and_the_group_stays_usable(make: Any, value: Any) -> None:
+    group = make(ClassWithInitArgs(Plain), 2)
+    with pytest.raises(CallRejected):
+        group.double(value)
+    assert group.broken is None and group.double(4) == 8
 
 
 def test_init_arguments_are_private_to_each_rank() -> None:

@@ -54,6 +54,9 @@ def test_from_tensordict_moves_non_tensor_data_to_the_other_fields() -> None:
     assert batch.batch["a"].tolist() == [0, 1]
     assert batch.non_tensor_batch["uid"].tolist() == ["x", "y"]
     assert batch.meta_info == {"step": 1, "temperature": 0.7}
+    with pytest.raises(DataError) as raised:
+        DataProto.from_tensordict(source, meta_info={"temperature": 1.0})
+    assert raised.value.key == "temperature"
 
 
 def test_num_batch_dims_counts_leading_dims_of_the_batch() -> None:
