@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -102,7 +103,7 @@ class LocalWorkerGroup(WorkerGroup[W_co]):
 class LocalHandle:
     """A value in this process; each reader gets a copy."""
 
-    __slots__ = ("value",)
+    __slots__ = ("__weakref__", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -380,32 +381,23 @@ class LocalExecutor:
 _SHARED = (type, FunctionType, ModuleType, LocalHandle)
 """What ranks in one process share: code, and values that are copied when they are fetched."""
 
+_shared_by_id: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def _shared(number: int) -> Any:
+    return _shared_by_id[number]
+
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as they are sent to another process, and shares what copies share."""
-
-    def __init__(self, sink: io.BytesIO) -> None:
-        self.shared: list[Any] = []
-        self.buffers: list[pickle.PickleBuffer] = []
-        super().__init__(sink, protocol=5, buffer_callback=self.buffers.append)
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, _SHARED):
-            return None
-        self.shared.append(obj)
-        return len(self.shared) - 1
+    """Pickles tensors as they are sent to another process, and refers to what ranks share."""
 
     def reducer_override(self, obj: Any) -> Any:
-        return reduce(obj) if isinstance(obj, torch.Tensor) or is_tensordict(obj) else NotImplemented
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, pickler: _Pickler, data: bytes) -> None:
-        self._shared = pickler.shared
-        super().__init__(io.BytesIO(data), buffers=[bytearray(buffer.raw()) for buffer in pickler.buffers])
-
-    def persistent_load(self, pid: int) -> Any:
-        return self._shared[pid]
+        if isinstance(obj, torch.Tensor) or is_tensordict(obj):
+            return reduce(obj)
+        if not isinstance(obj, _SHARED) or obj is _shared:
+            return NotImplemented
+        _shared_by_id[id(obj)] = obj
+        return _shared, (id(obj),)
 
 
 def private_copy(value: Any) -> Any:
@@ -413,7 +405,6 @@ def private_copy(value: Any) -> Any:
 
     A value that cannot be sent to another process cannot be copied either: the error is that of its pickling.
     """
-    sink = io.BytesIO()
-    pickler = _Pickler(sink)
-    pickler.dump(value)
-    return _Unpickler(pickler, sink.getvalue()).load()
+    sink, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(sink, protocol=5, buffer_callback=buffers.append).dump(value)
+    return pickle.loads(sink.getvalue(), buffers=[bytearray(buffer.raw()) for buffer in buffers])
