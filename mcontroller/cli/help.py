@@ -24,7 +24,8 @@ PAGE_HEAD = """# Configuration
 
 Every field: its default, its type if the default does not show it, its unit, and the first sentence about it.
 **`python -m mcontroller help KEY` prints the rest**: what each value does, limits and reasons. A key is the path of
-fields, joined by dots: `actor_rollout_ref.optim.lr=1e-6` on a command line, nested mappings in YAML.
+fields, joined by dots: `actor_rollout_ref.optim.lr=1e-6` on a command line, nested mappings in YAML. Text that YAML
+reads as a number or a truth value is put in quotes, as `"data.prompt_key='010'"`.
 """
 
 _SENTENCE = re.compile(r"(?<=[.?])\s(?=[A-Z`])(?!None:)")

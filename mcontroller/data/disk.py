@@ -62,7 +62,7 @@ def save_batch(
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        raise OSError(cause.errno, cause.strerror, os.fspath(filepath)) from error
+        raise OSError(cause.errno, cause.strerror or str(cause), os.fspath(filepath)) from error
 
 
 def load_batch(filepath: str | os.PathLike[str]) -> Parts:
