@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,7 +96,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     If the block raises, ``path`` has its old content, and nothing is left of the new one.
     """
-    partial = partial_path(path.with_name(f"{path.name}.{os.getpid()}"))  # for several processes that write it
+    # Several processes or threads may write it at the same time: the last one wins.
+    partial = partial_path(path.with_name(f"{path.name}.{threading.get_native_id()}"))
     try:
         with open(partial, "wb") as file:
             yield file
