@@ -16,9 +16,11 @@ import logging
 import os
 import shutil
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.machine import machine_id
@@ -88,23 +90,34 @@ def discard_directory(target: Path, lock: Path) -> None:
     release_lock(lock)
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file next to ``path``; after the block, flush it to the disk and rename it to ``path``.
+
+    If the block raises, ``path`` has its old content, and nothing is left of the new one.
+    """
+    # Several processes or threads may write it at the same time: the last one wins.
+    partial = partial_path(path.with_name(f"{path.name}.{threading.get_native_id()}"))
+    try:
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
 def replace_text(path: Path, text: str) -> None:
-    """Write a file next to ``path``, flush it to the disk, and rename it to ``path``.
+    """Replace the content of a file, see ``replacing``.
 
     Raises:
         OSError: it cannot be written; ``path`` has its old content.
     """
-    partial = partial_path(path)
-    try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def sync_directory(path: Path) -> None:

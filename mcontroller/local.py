@@ -7,20 +7,23 @@ separate processes.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
+import io
 import os
+import pickle
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 
-from mcontroller.dispatch.call import SentBatch
+from mcontroller.data.columns import is_tensordict
+from mcontroller.data.pickling import reduce
 from mcontroller.errors import (
     CallTimeout,
     DispatchError,
@@ -29,6 +32,7 @@ from mcontroller.errors import (
     LayoutError,
     MControllerError,
     WorkerError,
+    before_changes,
     is_before_changes,
 )
 from mcontroller.group import WorkerGroup
@@ -50,8 +54,6 @@ from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
 T = TypeVar("T")
-
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
 
 class LocalWorkerGroup(WorkerGroup[W_co]):
@@ -101,7 +103,7 @@ class LocalWorkerGroup(WorkerGroup[W_co]):
 class LocalHandle:
     """A value in this process; each reader gets a copy."""
 
-    __slots__ = ("value",)
+    __slots__ = ("__weakref__", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -303,7 +305,8 @@ class LocalExecutor:
         worker = self.workers[rank]
         with on_rank(self.role, rank, self.coordinates[rank] if self.coordinates else {}):
             timer = start_timer(number=self._number)
-            args, kwargs = resolve(private_arguments(arguments), self.fetch)
+            with before_changes():
+                args, kwargs = resolve(private_copy(arguments), self.fetch)
             timer("fetch")
             try:
                 with call_context(worker, method):
@@ -375,28 +378,33 @@ class LocalExecutor:
 # ---- values that go to a rank or back, as if they were separate processes --------------------------------------------
 
 
+_SHARED = (type, FunctionType, ModuleType, LocalHandle)
+"""What ranks in one process share: code, and values that are copied when they are fetched."""
+
+_shared_by_id: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def _shared(number: int) -> Any:
+    return _shared_by_id[number]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as they are sent to another process, and refers to what ranks share."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) or is_tensordict(obj):
+            return reduce(obj)
+        if not isinstance(obj, _SHARED) or obj is _shared:
+            return NotImplemented
+        _shared_by_id[id(obj)] = obj
+        return _shared, (id(obj),)
+
+
 def private_copy(value: Any) -> Any:
-    """Return a copy that shares no memory with ``value``; of a view, only the visible part of its storage is copied.
+    """Return a copy of a value as another process would receive it, which shares no memory with it.
 
-    A batch with tensors on workers copies only the columns that it has itself: the others are copied when they are
-    fetched. Objects that cannot be copied raise what ``copy.deepcopy`` raises; they could not be sent to another
-    process either.
+    A value that cannot be sent to another process cannot be copied either: the error is that of its pickling.
     """
-    if isinstance(value, _IMMUTABLE):
-        return value
-    if isinstance(value, SentBatch):
-        return replace(value, sent=private_copy(value.sent))
-    if type(value) is torch.Tensor and not value.is_nested:
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return value.copy()
-    if type(value) is dict:
-        return {key: private_copy(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(private_copy, value))
-    return copy.deepcopy(value)
-
-
-def private_arguments(arguments: Arguments) -> Arguments:
-    """Return a private copy of the arguments for one rank."""
-    return Arguments(private_copy(tuple(arguments.args)), private_copy(dict(arguments.kwargs)))
+    sink, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(sink, protocol=5, buffer_callback=buffers.append).dump(value)
+    return pickle.loads(sink.getvalue(), buffers=[bytearray(buffer.raw()) for buffer in buffers])

@@ -60,21 +60,9 @@ class Partition:
     @cached_property
     def order(self) -> tuple[int, ...] | None:
         """Position of each of the caller's rows in the joined shards without padding; None if they are in order."""
-        if self._is_ordered():
-            return None
-        positions = [0] * self.size
-        for position, row in enumerate(chain.from_iterable(map(self.unpadded_rows, range(len(self.shards))))):
-            positions[row] = position
-        return tuple(positions)
-
-    def _is_ordered(self) -> bool:
-        expected = 0
-        for shard in range(len(self.shards)):
-            rows = self.unpadded_rows(shard)
-            if len(rows) and rows != range(expected, expected + len(rows)) and not _is_run(rows, expected):
-                return False
-            expected += len(rows)
-        return True
+        rows = list(chain.from_iterable(map(self.unpadded_rows, range(len(self.shards)))))
+        ordered = list(range(self.size))
+        return None if rows == ordered else tuple(sorted(ordered, key=rows.__getitem__))
 
     def restore(self, lengths: Sequence[int]) -> Restoration:
         """Return how to restore the caller's rows from the results of the shards.
@@ -124,10 +112,6 @@ class Partition:
                 returned=length,
             )
         return times
-
-
-def _is_run(rows: Shard, start: int) -> bool:
-    return isinstance(rows, tuple) and rows[0] == start and rows == tuple(range(start, start + len(rows)))
 
 
 def contiguous(n: int, k: int) -> Partition:

@@ -24,7 +24,8 @@ PAGE_HEAD = """# Configuration
 
 Every field: its default, its type if the default does not show it, its unit, and the first sentence about it.
 **`python -m mcontroller help KEY` prints the rest**: what each value does, limits and reasons. A key is the path of
-fields, joined by dots: `actor_rollout_ref.optim.lr=1e-6` on a command line, nested mappings in YAML.
+fields, joined by dots: `actor_rollout_ref.optim.lr=1e-6` on a command line, nested mappings in YAML. Text that YAML
+reads as a number or a truth value is put in quotes, as `"data.prompt_key='010'"`.
 """
 
 _SENTENCE = re.compile(r"(?<=[.?])\s(?=[A-Z`])(?!None:)")
@@ -70,23 +71,21 @@ def explanation_of(key: str, fields: Sequence[FieldDoc]) -> str:
     by_owner: dict[tuple[type, str], list[FieldDoc]] = {}
     for field in matches:
         by_owner.setdefault((field.owner, field.name), []).append(field)
-    return "\n".join(_block(same, fields) for same in by_owner.values())
+    return "\n".join(map(_block, by_owner.values()))
 
 
-def _block(same: Sequence[FieldDoc], fields: Sequence[FieldDoc]) -> str:
+def _block(same: Sequence[FieldDoc]) -> str:
     """Return the text about one field of a dataclass, under all keys at which the dataclass is used."""
     field = same[0]
     facts = [f"type: {field.annotation}", f"default: {field.default}", *([f"unit: {field.unit}"] if field.unit else [])]
     lines = [*(alike.key for alike in same), f"  {', '.join(facts)}"]
     lines += textwrap.wrap(" ".join(field.meaning.split()), 100, initial_indent="  ", subsequent_indent="  ")
     if field.nested is not None:
-        prefix = f"{field.nested_key}."
-        inner = [
-            inner_field
-            for inner_field in fields
-            if inner_field.key.startswith(prefix) and "." not in inner_field.key[len(prefix) :]
+        lines += [
+            "",
+            f"  fields ({field.nested.__name__}):",
+            *(f"    {_line(inner)}" for inner in fields_of(field.nested)),
         ]
-        lines += ["", f"  fields ({field.nested.__name__}):", *(f"    {_line(inner_field)}" for inner_field in inner)]
     return "\n".join(lines) + "\n"
 
 

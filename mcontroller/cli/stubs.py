@@ -25,6 +25,7 @@ from mcontroller.config.imports import import_class
 from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Execute
 from mcontroller.dispatch.registration import Registration, registrations, written_parameters
+from mcontroller.errors import ConfigError
 from mcontroller.group import ANSWERED, Future_co, GroupMethod
 from mcontroller.transport import Future
 
@@ -63,6 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the worker or the group is not an importable class.
     """
+    if ".py:" in arguments.worker:
+        text = "expected package.module:Class, by which the module of the group imports it"
+        raise ConfigError(f"worker is {arguments.worker!r}; {text}", key="worker", value=arguments.worker)
     text = typed_group(import_class(arguments.worker, "worker"), arguments.group)
     if arguments.output is None:
         sys.stdout.write(text)

@@ -23,15 +23,21 @@ AXES = {
 }
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 1")
+    return int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
     for axis, meaning in AXES.items():
         parser.add_argument(f"--{axis}", type=int, default=None if axis in ("etp", "vpp") else 1, help=meaning)
     parser.add_argument("--order", default="tp-cp-ep-dp-pp", help="order of the axes, fastest first")
-    parser.add_argument("--gpus-per-node", type=int, help="show the nodes, and report axes that cross them")
+    parser.add_argument("--gpus-per-node", type=_count, help="show the nodes, and report axes that cross them")
     parser.add_argument("--mode", help="name of a dispatch mode: show which ranks get which shard, and which return")
-    parser.add_argument("--max-rows", type=int, default=32, help="longest table; default: 32 rows")
+    parser.add_argument("--max-rows", type=_count, default=32, help="longest table; default: 32 rows")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -104,6 +104,12 @@ def structure_of(cls: type, name: str) -> type | None:
     return next((kind for kind in (dict, list) if kinds == {kind}), None)
 
 
+def is_text(cls: type, name: str) -> bool:
+    """Return whether values of the field ``name``, or the entries of its lists, are strings and nothing else."""
+    kinds = {kind for option in _possible_types(cls, name) for kind in typing.get_args(option) or (option,)}
+    return kinds - {types.NoneType, ...} == {str}
+
+
 def changed_fields(config: Any, usual: Any = None, prefix: str = "") -> dict[str, Any]:
     """Return the default of each field that has another value, by dotted key; ``"required"`` without a default.
 

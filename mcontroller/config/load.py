@@ -8,6 +8,7 @@ import io
 import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
-from mcontroller.config.fields import mapped_config, nested_config, structure_of, unknown_field
+from mcontroller.config.fields import is_text, mapped_config, nested_config, structure_of, unknown_field
 from mcontroller.errors import ConfigError, MControllerError
 
 C = TypeVar("C")
@@ -300,15 +301,17 @@ def read_yaml(path: str | Path) -> DictConfig:
     if not path.is_file():
         problem = "is not a file" if path.exists() else "does not exist"
         raise ConfigError(f"configuration file {str(path)!r} {problem}; pass a YAML file", key=str(path), value=None)
-    loaded = _parsed(path.read_bytes(), f"the configuration file {str(path)!r}", str(path))
+    try:
+        loaded = OmegaConf.load(io.StringIO(path.read_bytes().decode()))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError, RecursionError) as error:
+        text = f"the configuration file {str(path)!r} cannot be read as YAML: {_line(error)}"
+        raise ConfigError(text, key=str(path), value=None) from error
     return _mapping(loaded, path)
 
 
 def _mapping(loaded: Any, source: Any) -> DictConfig:
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(
-            f"expected a mapping of keys to values; {str(source)!r} contains a list", key="", value=source
-        )
+        raise ConfigError(f"{str(source)!r} is not a mapping of keys to values", key="", value=source)
     return loaded
 
 
@@ -325,14 +328,6 @@ def _layer_of_overrides(overrides: Sequence[str]) -> DictConfig:
         ) from error
 
 
-def _parsed(content: bytes, what: str, key: str) -> Any:
-    """Parse YAML; its errors, and the errors of the values that it makes, become errors of this project."""
-    try:
-        return OmegaConf.load(io.StringIO(content.decode()))
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{what} cannot be read as YAML: {_line(error)}", key=key, value=None) from error
-
-
 def _line(error: Exception) -> str:
     """Return an error of several lines in one, with the place that YAML names."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -347,7 +342,7 @@ def _misfits(
         here = (*path, key)
         if key not in names:
             yield unknown_field(cls, str(key), "".join(f"{part}." for part in path)), here
-        elif error := _wrong_structure(structure_of(cls, key), value, here):
+        elif error := _wrong_structure(structure_of(cls, key), value, here) or _wrong_text(cls, key, value, here):
             yield error, here
         elif (nested := nested_config(cls, key)) is not None and isinstance(value, Mapping):
             yield from _misfits(nested, value, here)
@@ -366,6 +361,16 @@ def _wrong_structure(expected: type | None, value: Any, path: tuple[Any, ...]) -
     key = ".".join(map(str, path))
     text = "a mapping of keys to values" if expected is dict else f"a list, such as [{value}]"
     return ConfigError(f"{key} is {value!r}; expected {text}", key=key, value=value)
+
+
+def _wrong_text(cls: type[Any], name: str, value: Any, path: tuple[Any, ...]) -> ConfigError | None:
+    """Return the error of a number in place of a text: YAML does not keep how it was written, such as 2026_01_01."""
+    number = next((entry for entry in (value if isinstance(value, list) else [value]) if isinstance(entry, Real)), None)
+    if number is None or not is_text(cls, name):
+        return None
+    key = ".".join(map(str, path))
+    text = f"{key} is {number!r} in YAML; expected text: put it in quotes, and on a command line \"{key}='...'\""
+    return ConfigError(text, key=key, value=value)
 
 
 class CollectedErrors:

@@ -37,7 +37,6 @@ from mcontroller.data.columns import (
     leaf_tensors,
     make_batch,
     make_tensordict,
-    map_columns,
     row_index,
     shallow_copy,
     take_rows,
@@ -220,14 +219,16 @@ class DataProto(OutOfBand):
             num_batch_dims: number of leading dims that all tensors share.
 
         Raises:
-            DataError: if columns differ in their number of rows, or ``tensor_dict`` is of another type.
+            DataError: if columns differ in their number of rows, a key has two values, or ``tensor_dict`` is of another
+                type.
         """
         from tensordict import NonTensorData, NonTensorStack
 
         if not (tensor_dict is None or is_tensordict(tensor_dict)):
             kind = type(tensor_dict).__name__
             raise DataError(f"tensor_dict is {kind}: expected a TensorDict; for a dict, call DataProto.from_dict")
-        tensors, arrays, info = {}, {}, dict(meta_info or {})
+        info: dict[str, Any] = {}
+        tensors, arrays = {}, {}
         for key, value in {} if tensor_dict is None else tensor_dict.items():
             if isinstance(value, NonTensorStack):
                 arrays[key] = as_array(value.tolist())
@@ -235,7 +236,7 @@ class DataProto(OutOfBand):
                 info[key] = value.data
             else:
                 tensors[key] = value
-        return cls.from_dict(tensors, arrays, info, num_batch_dims)
+        return cls.from_dict(tensors, arrays, merge_union(meta_info or {}, info), num_batch_dims)
 
     def derive(
         self,
@@ -301,16 +302,12 @@ class DataProto(OutOfBand):
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Return rows ``start:end:step`` as views; with a negative step, as a copy."""
-        begin, stop, stride = slice(start, end, step).indices(len(self))
-        if stride < 0:
-            return self.select_idxs(np.arange(begin, stop, stride))
-        stop = max(begin, stop)
-        count = len(range(begin, stop, stride))
-        batch = map_columns(self.local_batch, lambda column: column[begin:stop:stride], count)
-        arrays = self._array_rows(slice(begin, stop, stride))
-        return self.derive(
-            batch, arrays, remote=[columns.take(np.arange(begin, stop, stride)) for columns in self.remote]
-        )
+        rows = slice(start, end, step)
+        index = np.arange(*rows.indices(len(self)))
+        if step is not None and step < 0:  # tensors have no such views
+            return self.select_idxs(index)
+        batch = None if self.local_batch is None else self.local_batch[rows]
+        return self.derive(batch, self._array_rows(rows), remote=[columns.take(index) for columns in self.remote])
 
     def select_idxs(self, idxs: Index) -> Self:
         """Return the selected rows as a copy.
@@ -324,9 +321,11 @@ class DataProto(OutOfBand):
         """
         index = row_index(idxs, len(self))
         rows = torch.from_numpy(index)
-        batch = map_columns(self.local_batch, lambda column: take_rows(column, rows), len(index))
-        arrays = self._array_rows(index)
-        return self.derive(batch, arrays, remote=[columns.take(index) for columns in self.remote])
+        batch = self.local_batch
+        if batch is not None:
+            size = (len(index), *batch.batch_size[1:])
+            batch = batch.apply(lambda column: take_rows(column, rows), batch_size=size, filter_empty=False)
+        return self.derive(batch, self._array_rows(index), remote=[columns.take(index) for columns in self.remote])
 
     def _array_rows(self, index: Any) -> dict[str, Any]:
         """Return the selected rows of the arrays, of which ``non_tensor_batch`` may have got one of another length."""
@@ -634,8 +633,11 @@ class DataProto(OutOfBand):
         """
         mini_batch_size = as_count("mini_batch_size", mini_batch_size, 1)
         epochs = as_count("epochs", epochs, 0)
+        if len(self) == 0:  # torch rejects shuffling nothing
+            return iter(())
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        options: dict[str, Any] = {"generator": generator, "collate_fn": _identity, **(dataloader_kwargs or {})}
+        # ``__getitems__`` has collated the rows.
+        options: dict[str, Any] = {"generator": generator, "collate_fn": copy.copy, **(dataloader_kwargs or {})}
         loader: Any = torch.utils.data.DataLoader(self, batch_size=mini_batch_size, **options)  # type: ignore[arg-type]
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
@@ -856,7 +858,7 @@ class DataProto(OutOfBand):
         for name in ("batch", "non_tensor_batch", "meta_info"):
             mine, others = (batch.tensors() if name == "batch" else getattr(batch, name) for batch in (self, other))
             if mine.keys() != others.keys():
-                return f"{name} has keys {sorted(mine)}, other has {sorted(others)}"
+                return f"{name} has keys {sorted(mine, key=str)}, other has {sorted(others, key=str)}"
             for key, value in mine.items():
                 if not same_value(value, others[key]):
                     return f"{name}[{key!r}] differs: {describe(value)} and {describe(others[key])}"
@@ -876,7 +878,8 @@ class DataProto(OutOfBand):
         return self.derive(shallow_copy(self.local_batch), dict(self.non_tensor_batch), remote=self.remote)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        batch = map_columns(self.prefetch().local_batch, torch.clone, len(self))
+        local = self.prefetch().local_batch
+        batch = None if local is None else local.clone()
         return self.derive(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
 
     def save_to_disk(self, filepath: str | PathLike[str]) -> None:
@@ -902,11 +905,6 @@ class DataProto(OutOfBand):
             DataError: if the file is not such a file, or was written by another version.
         """
         return cls(*load_batch(filepath))
-
-
-def _identity(batch: Any) -> Any:
-    """Return a mini-batch as ``__getitems__`` made it; a function of the module, so that it can be pickled."""
-    return batch
 
 
 DataProtoFuture = DataProto
@@ -950,9 +948,9 @@ def _check_parts(data: Any) -> None:
 
 def _check_same_columns(batches: Sequence[Any], data: Sequence[DataProto]) -> None:
     """Check that parts agree in their non-tensor columns, and that all or none have tensors."""
-    expected = sorted(data[0].non_tensor_batch)
+    expected = sorted(data[0].non_tensor_batch, key=str)
     for position, (batch, part) in enumerate(zip(batches, data, strict=True)):
-        columns = sorted(part.non_tensor_batch)
+        columns = sorted(part.non_tensor_batch, key=str)
         if columns != expected:
             text = f"non_tensor_batch of part {position} has columns {columns}, of part 0 {expected}"
             raise DataError(f"{text}: they must be equal", part=position, columns=columns, expected=expected)
@@ -992,9 +990,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     Raises:
         DataError: if ``size_divisor`` is less than 1.
     """
-    if size_divisor < 1:
-        raise DataError(f"size_divisor is {size_divisor}: expected at least 1", size_divisor=size_divisor)
-    pad_size = -len(data) % size_divisor
+    pad_size = -len(data) % as_count("size_divisor", size_divisor, 1)
     padded = data.select_idxs(np.arange(len(data) + pad_size) % len(data)) if pad_size else data.slice()
     return padded, pad_size
 
@@ -1014,20 +1010,28 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
         A copy of the rows, with the ``meta_info`` of the first.
 
     Raises:
-        DataError: if there are no rows, or rows differ in dtype or shape of a column; names the column and the row.
+        DataError: if there are no rows, or rows differ in their columns, or in dtype or shape of one; names the column
+            and the row.
     """
     if not x:
         raise DataError("collate_fn got no rows: expected at least one DataProtoItem", rows=0)
-    items = [item.batch for item in x]
-    for key, value in () if items[0] is None else items[0].items():
-        for position, item in enumerate(items):
-            given, expected = describe(None if item is None else item.get(key, None)), describe(value)
-            if given != expected:
-                text = f"column {key!r} of row {position} is {given}, of row 0 {expected}: they must be equal"
+    expected = _kinds(x[0])
+    for position, item in enumerate(x):
+        kinds = _kinds(item)
+        for key in expected | kinds:
+            if (given := kinds.get(key, "missing")) != (first := expected.get(key, "missing")):
+                text = f"column {key!r} of row {position} is {given}, of row 0 {first}: they must be equal"
                 raise DataError(text, column=key, row=position)
-    batch: Any = None if items[0] is None else torch.stack(items).contiguous()  # type: ignore[arg-type]
+    items: Any = [item.batch for item in x]
+    batch: Any = None if items[0] is None else torch.stack(items).contiguous()
     arrays = {key: as_array([item.non_tensor_batch[key] for item in x]) for key in x[0].non_tensor_batch}
     return DataProto(batch, arrays, copy_meta(x[0].meta_info))
+
+
+def _kinds(item: DataProtoItem) -> dict[str, str]:
+    """Return what the columns of rows must have in common to be stacked."""
+    tensors = {} if item.batch is None else {key: describe(value) for key, value in item.batch.items()}
+    return tensors | dict.fromkeys(item.non_tensor_batch, "not a tensor")
 
 
 def _union_tensordicts(first: TensorDict | None, second: TensorDict | None) -> TensorDict | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -28,12 +28,6 @@ LARGE_BYTES = 4 << 20
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of each element size in bytes: numpy and torch support it where they lack a dtype of that size."""
-
-_SELECTABLE = frozenset(
-    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}
-    | {torch.float32, torch.float64, torch.complex64, torch.complex128}
-)
-"""Dtypes of which every release of torch selects rows; others are selected as integers of the same size."""
 
 
 def is_tensordict(value: object) -> TypeIs[TensorDict]:
@@ -84,23 +78,6 @@ def describe(value: Any, limit: int = 80) -> str:
 # ---- rows of columns -------------------------------------------------------------------------------------------------
 
 
-def map_columns(batch: Any, change: Callable[[Tensor], Any], rows: int) -> TensorDict | None:
-    """Apply a function to every tensor, also of nested TensorDicts.
-
-    Args:
-        batch: the columns, or None.
-        change: the function.
-        rows: the number of rows of the results.
-    """
-    if batch is None:
-        return None
-    columns: dict[str, Any] = {}
-    for key, column in batch.items():
-        is_nested = not isinstance(column, Tensor)
-        columns[key] = map_columns(column, change, rows) if is_nested else change(column)
-    return make_tensordict(columns, (rows, *batch.batch_size[1:]), batch.device)
-
-
 def leaf_tensors(batch: TensorDict | None) -> Iterable[Any]:
     """Return every tensor of a batch, also of nested TensorDicts."""
     return () if batch is None else batch.values(include_nested=True, leaves_only=True)
@@ -113,9 +90,11 @@ def shallow_copy(batch: TensorDict | None) -> TensorDict | None:
 
 def take_rows(column: Tensor, index: Tensor) -> Tensor:
     """Return the rows at an index (int64 ``[rows]``) as a copy."""
-    if column.dtype not in _SELECTABLE:
-        return take_rows(column.view(INTEGER_OF_SIZE[column.dtype.itemsize]), index).view(column.dtype)
-    return column.index_select(0, index.to(column.device))
+    index = index.to(column.device)
+    if column.requires_grad or column.is_complex() or column.is_neg():
+        return column.index_select(0, index)
+    bits = column.view(INTEGER_OF_SIZE[column.dtype.itemsize])  # torch selects no rows of float8 and some integers
+    return bits.index_select(0, index).view(column.dtype)
 
 
 def join_rows(parts: Sequence[TensorDict], name: str = "") -> TensorDict:
@@ -198,10 +177,9 @@ class RowIndexError(DataError, IndexError):
 
 def as_count(argument: str, value: Any, least: int) -> int:
     """Return an argument that counts something as an int."""
-    number = operator.index(value)
-    if number < least:
+    if not isinstance(value, SupportsIndex) or operator.index(value) < least:
         raise DataError(f"{argument} is {value!r}: expected an integer of at least {least}", **{argument: value})
-    return number
+    return operator.index(value)
 
 
 def row_index(idxs: Any, rows: int) -> np.ndarray:
@@ -236,10 +214,10 @@ def as_keys(keys: str | Iterable[str] | None, default: Iterable[str] = ()) -> li
 
 def check_keys(kind: str, wanted: Iterable[str], present: Iterable[str]) -> None:
     """Check that names exist; the error lists those that do."""
-    existing = list(present)
+    existing = sorted(present, key=str)
     missing = [key for key in wanted if key not in existing]
     if missing:
-        raise DataError(f"no {kind} {missing}; existing: {sorted(existing)}", missing=missing, present=sorted(existing))
+        raise DataError(f"no {kind} {missing}; existing: {existing}", missing=missing, present=existing)
 
 
 def as_array(value: Any, column: str = "") -> np.ndarray:
@@ -270,6 +248,7 @@ def make_batch(tensors: Mapping[str, Any], batch_dims: int) -> TensorDict:
                 column=key,
                 type=type(value).__name__,
             )
+        _check_dense(value, f"tensors[{key!r}]", key)
         dims = tuple(value.shape[:batch_dims])
         if len(dims) < batch_dims:
             text = f"tensors[{key!r}] has {value.ndim} dims: expected at least {batch_dims}, dim 0 being the rows"
@@ -291,10 +270,8 @@ def check_columns(batch: Any, arrays: Mapping[str, Any]) -> None:
             text = f"batch is {kind}: expected a TensorDict with a row dim; for a dict, call DataProto.from_dict"
             raise DataError(text, type=kind)
         rows = batch.batch_size[0]
-    for key, column in () if batch is None else batch.items():
-        layout = column.layout if isinstance(column, Tensor) else type(column).__name__
-        if layout is not torch.strided and not is_tensordict(column):
-            raise DataError(f"batch[{key!r}] is {layout}: expected a dense tensor", column=key)
+        for key, column in batch.items():
+            _check_dense(column, f"batch[{key!r}]", key)
     for key, array in arrays.items():
         name = f"non_tensor_batch[{key!r}]"
         if not isinstance(array, np.ndarray) or array.ndim == 0:
@@ -303,3 +280,15 @@ def check_columns(batch: Any, arrays: Mapping[str, Any]) -> None:
             text = f"{name} has {len(array)} rows, the batch has {rows}: all columns must have the same number of rows"
             raise DataError(text, column=key, actual=len(array), rows=rows)
         rows = len(array)
+
+
+def _check_dense(column: Any, location: str, name: str) -> None:
+    """Check that a column of a batch, and every column in it, is a tensor of which rows can be selected."""
+    if is_tensordict(column):
+        for key, inner in column.items():
+            _check_dense(inner, f"{location}[{key!r}]", name)
+    elif not isinstance(column, Tensor) or column.is_nested or column.layout is not torch.strided:
+        kind = type(column).__name__
+        if isinstance(column, Tensor):
+            kind = "a nested tensor" if column.is_nested else f"a tensor of layout {column.layout}"
+        raise DataError(f"{location} is {kind}: expected a dense tensor", column=name)

@@ -14,6 +14,7 @@ from torch import Tensor
 from mcontroller.data.columns import as_array, is_tensordict, make_tensordict
 from mcontroller.data.pickling import check_sendable
 from mcontroller.errors import DataError
+from mcontroller.files import replacing
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -54,15 +55,14 @@ def save_batch(
         "non_tensor_batch": _stored(non_tensor_batch, "non_tensor_batch"),
         "meta_info": _stored(meta_info, "meta_info"),
     }
-    target = Path(filepath)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        with open(temporary, "wb") as file:  # an error of it says that the disk is full, and one of torch does not
+        with replacing(Path(filepath)) as file:
             torch.save(content, file)
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(f"cannot write {filepath}: {error}") from error
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError after the error of the file
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror or str(cause), os.fspath(filepath)) from error
 
 
 def load_batch(filepath: str | os.PathLike[str]) -> Parts:
@@ -72,20 +72,20 @@ def load_batch(filepath: str | os.PathLike[str]) -> Parts:
         DataError: if the file contains no batch, is damaged, or was written by another version.
         OSError: if it cannot be read.
     """
-    try:
-        with zipfile.ZipFile(filepath) as archive:  # torch loads a tensor whose bytes have changed
-            if damaged := archive.testzip():
-                raise zipfile.BadZipFile(f"{damaged} has another checksum")
-        with torch.serialization.safe_globals(_SAFE_GLOBALS):
-            content = torch.load(filepath, map_location="cpu", weights_only=True)
-        if _FORMAT.items() <= content.items():
-            batch = content["batch"]
-            return None if batch is None else _tensordict(*batch), content["non_tensor_batch"], content["meta_info"]
-    except OSError:
-        raise
-    except Exception as error:  # of many types, and torch's text advises to load the file nevertheless
-        text = f"{os.fspath(filepath)} is not a saved DataProto, or damaged: {type(error).__name__}"
-        raise DataError(text, path=filepath) from error
+    with open(filepath, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:  # torch loads a tensor whose bytes have changed
+                if damaged := archive.testzip():
+                    raise zipfile.BadZipFile(f"{damaged} has another checksum")
+            file.seek(0)
+            with torch.serialization.safe_globals(_SAFE_GLOBALS):
+                content = torch.load(file, map_location="cpu", weights_only=True)
+            if _FORMAT.items() <= content.items():
+                batch = content["batch"]
+                return None if batch is None else _tensordict(*batch), content["non_tensor_batch"], content["meta_info"]
+        except Exception as error:  # of many types, and torch's text advises to load the file nevertheless
+            text = f"{os.fspath(filepath)} is not a saved DataProto, or damaged: {type(error).__name__}"
+            raise DataError(text, path=filepath) from error
     raise DataError(f"{os.fspath(filepath)} is not a saved DataProto of {_FORMAT}", path=filepath)
 
 

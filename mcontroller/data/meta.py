@@ -116,7 +116,7 @@ def _same_array(left: np.ndarray, right: np.ndarray) -> bool:
         return False
     if left.dtype == object:
         return all(map(same_value, left.flat, right.flat))
-    return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
+    return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fcmM"))
 
 
 def _same_mapping(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:
@@ -160,7 +160,9 @@ def merge_concat(parts: Sequence[Mapping[str, Any]], *, keep_first: bool = False
                     raise _conflict("concat", key, (origin[key], merged[key]), (position, value))
                 differing.add(key)
     if differing:
-        _logger.info("meta_info of the parts differs in %s: the value of the first part is kept", sorted(differing))
+        _logger.info(
+            "meta_info of the parts differs in %s: the value of the first part is kept", sorted(differing, key=str)
+        )
     return merged
 
 

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments, as ``__reduce__`` returns them."""
 
-_NUMPY_DTYPES = frozenset(
-    {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32}
-    | {torch.int64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-)
-
 
 class _Placeholder:
     """Stands for a value in a pickle, and is unpickled as the call that rebuilds it."""
@@ -104,7 +99,7 @@ def reduce(value: Tensor | TensorDict | np.ndarray, location: str = "a tensor") 
         return make_tensordict, (dict(value.items()), tuple(value.batch_size), _device_type(value.device))
     check_sendable(value, location)
     dense = value.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu().contiguous()
-    bits = dense if dense.dtype in _NUMPY_DTYPES else dense.view(INTEGER_OF_SIZE[dense.dtype.itemsize])
+    bits = dense.view(INTEGER_OF_SIZE.get(dense.dtype.itemsize, dense.dtype))  # numpy lacks some dtypes
     requires_grad, parameter = value.requires_grad and value.is_leaf, type(value) is torch.nn.Parameter
     return _tensor, (bits.numpy(), dense.dtype, _device_type(value.device), requires_grad, parameter)
 

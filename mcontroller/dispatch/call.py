@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -273,8 +274,8 @@ def dispatch(
         args, kwargs = _from_function(call, result)
     if plan.spec.leading_function and not (args and callable(args[0])):
         raise call.error(
-            f"the first argument is {type(args[0] if args else None).__name__}; expected a function, which goes to "
-            "every rank",
+            f"the first positional argument is {type(args[0] if args else None).__name__}; expected a function, which "
+            "goes to every rank",
             argument=0,
         )
     _check_signature(call, args, kwargs)
@@ -348,9 +349,11 @@ def _sendable(value: Any, executor: Executor) -> Any:
 
 
 def _sent(value: Any, lazy: bool, loss_free: int = 0) -> Any:
-    """Return the form in which a batch with tensors on workers is sent; any other value unchanged."""
-    if not isinstance(value, DataProto) or not value.remote:
+    """Return the form in which a batch is sent, without a loss in its last rows; any other value unchanged."""
+    if not isinstance(value, DataProto):
         return value
+    if not value.remote:
+        return without_loss(value, loss_free) if loss_free else value
     remote = tuple(columns.sent() for columns in value.remote)
     return SentBatch(_without_remote(value), remote, lazy, loss_free)
 
@@ -367,11 +370,7 @@ def _shards(batch: DataProto, partition: Partition, lazy: bool) -> list[Any]:
     shards: list[Any] = []
     for rows, pads in zip(partition.shards, partition.pads, strict=True):
         shard = batch.slice(rows.start, rows.stop) if isinstance(rows, range) else batch.select_idxs(rows)
-        loss_free = pads if partition.zero_loss else 0
-        if shard.remote:
-            shards.append(_sent(shard, lazy, loss_free))
-        else:
-            shards.append(without_loss(shard, loss_free) if loss_free else shard)
+        shards.append(_sent(shard, lazy, pads if partition.zero_loss else 0))
     return shards
 
 
@@ -455,7 +454,7 @@ def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rule: RowRu
     padding = rule.padding
     if padding is None and any(batch.is_padding_enabled() for batch in batches.values()):
         padding = "repeat"
-    together = max(rows_together(batch.meta_info, len(batch)) for batch in batches.values())
+    together = math.lcm(*(rows_together(batch.meta_info, len(batch)) for batch in batches.values()))
     return split_rows(
         next(iter(rows.values())),
         call.plan.shard_count,

@@ -15,6 +15,7 @@ from mcontroller.dispatch.call import PreparedCall, SentBatch
 from mcontroller.dispatch.modes import Plan
 from mcontroller.locality import locality_lines
 from mcontroller.transport import Arguments, Deferred
+from parallel_state.describe import runs_text
 from parallel_state.topology import Topology
 
 SHOWN_RANKS = 64
@@ -62,7 +63,8 @@ class Explanation:
         plan: the plan of the call.
         ranks: the part of each rank.
         sent_bytes: size of the arguments that all ranks read, without values that are still on the workers.
-        stored_bytes: size of the arguments that the transport stores: each shard once.
+        stored_bytes: size of the arguments that the transport stores: each shard, and each argument that is not split,
+            once.
     """
 
     method: str
@@ -96,7 +98,6 @@ def explain(call: PreparedCall) -> Explanation:
     """Return the explanation of a call that has its arguments."""
     plan = call.plan
     sizes = {id(arguments): payload_bytes(arguments) for arguments in call.shards}
-    unknown = {id(arguments) for arguments in call.shards if _has_deferred(arguments)}
     origin = call.origin
     returning = set(plan.collected)
     nodes = plan.topology.nodes
@@ -110,11 +111,14 @@ def explain(call: PreparedCall) -> Explanation:
             padding=0 if origin is None else origin.pads[shard],
             bytes=sizes[id(call.shards[shard])],
             returns=rank in returning,
-            unknown_bytes=id(call.shards[shard]) in unknown,
+            unknown_bytes=_has_deferred(call.shards[shard]),
         )
         for rank, shard in zip(plan.ranks, plan.shards, strict=True)
     )
     sent, stored = sum(rank.bytes for rank in ranks), sum(sizes.values())
+    if origin is not None:  # arguments that are not split are the same for all shards
+        values = {id(value): value for shard in call.shards for value in (*shard.args, *shard.kwargs.values())}
+        stored = sum(map(payload_bytes, values.values()))
     return Explanation(f"{call.group.name}.{call.method}", plan.spec.name, plan, ranks, sent, stored)
 
 
@@ -161,13 +165,8 @@ def _cells(rank: RankExplanation, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _rows_text(rank: RankExplanation) -> str:
-    """Return ``0..3``, or the first rows one by one, and how many of them are padding."""
-    if rank.rows is None:
-        return "-"
-    rows = list(rank.rows)
-    if not rows:
-        return "none"
-    run = len(rows) > 2 and rows == list(range(rows[0], rows[0] + len(rows)))
-    listed = ",".join(map(str, rows[:6])) + (",..." if len(rows) > 6 else "")
-    text = f"{rows[0]}..{rows[-1]}" if run else listed
-    return f"{text} ({len(rows)} rows{f', {rank.padding} padding' if rank.padding else ''})"
+    """Return ``0-3``, or the first rows and the last one, and how many of them are padding."""
+    if not rank.rows:
+        return "-" if rank.rows is None else "none"
+    padding = f", {rank.padding} padding" if rank.padding else ""
+    return f"{runs_text(rank.rows)} ({len(rank.rows)} rows{padding})"

@@ -379,11 +379,5 @@ def _collected(spec: DispatchSpec, topology: Topology, run: tuple[int, ...]) -> 
                 collect=dict(spec.collect),
                 ranks=tuple(of_result),
             )
-    return tuple(_nearest_origin(topology, [candidates[result] for result in sorted(candidates)]))
-
-
-def _nearest_origin(topology: Topology, choices: list[list[int]]) -> list[int]:
-    if all(len(ranks) == 1 for ranks in choices):
-        return [ranks[0] for ranks in choices]
     coordinates = list(zip(*topology.columns.values(), strict=True))
-    return [min(ranks, key=coordinates.__getitem__) for ranks in choices]
+    return tuple(min(candidates[result], key=coordinates.__getitem__) for result in sorted(candidates))

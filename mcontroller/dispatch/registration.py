@@ -18,6 +18,9 @@ from mcontroller.partition import Padding
 MAGIC_ATTR = "attrs_3141562937"
 """The attribute of a registered function that holds its ``Registration``."""
 
+LONGEST_TIMEOUT = (2**31 - 1) // 1000
+"""[s] What ``poll`` of the system waits at most: 24 days."""
+
 _RAY_PARAMETER = "_ray_trace_ctx"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -59,9 +62,10 @@ class Registration:
 
 
 def check_timeout(seconds: float | None) -> None:
-    """Raise DispatchError unless a deadline is None or a number above 0."""
-    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
-        raise DispatchError(f"timeout is {seconds!r}; expected None or more than 0 seconds", timeout=seconds)
+    """Raise DispatchError unless a deadline is None, or a number that the system can wait for."""
+    if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds <= LONGEST_TIMEOUT):
+        text = f"expected None, for no deadline, or more than 0 and at most {LONGEST_TIMEOUT} seconds"
+        raise DispatchError(f"timeout is {seconds!r}; {text}", timeout=seconds)
 
 
 def register(

@@ -22,10 +22,10 @@ from typing import Any
 
 from mcontroller.config.checks import close_names
 from mcontroller.dispatch.registration import registrations
-from mcontroller.errors import CallTimeout, DispatchError, GroupError, WorkerDied
+from mcontroller.errors import CallTimeout, DispatchError, GroupError, WorkerDied, before_changes
 from mcontroller.group import WorkerGroup
 from mcontroller.local import LocalExecutor, private_copy
-from mcontroller.transport import Arguments, Deferred
+from mcontroller.transport import Arguments, resolve
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment, W_co
 from parallel_state.axes import ranks_text
 from parallel_state.layout import ParallelLayout
@@ -51,14 +51,17 @@ class InjectedFailure:
     Attributes:
         error: the exception that the rank raises.
         exit_cause: the reason of the process's death.
-        late_by: seconds by which the answer is late.
+        late_by: seconds by which the answer is late; 0 for none.
         method: the method that fails; None for every method.
     """
 
     error: Exception | None = None
     exit_cause: str | None = None
-    late_by: float | None = None
+    late_by: float = 0.0
     method: str | None = None
+
+
+_NO_FAILURE = InjectedFailure()
 
 
 def raises(error: Exception | str, *, method: str | None = None) -> InjectedFailure:
@@ -116,54 +119,39 @@ class MockExecutor(LocalExecutor):
             yield
 
     def late_error(self, method: str, ranks: Sequence[int], timeout: float | None) -> CallTimeout | None:
-        late = [rank for rank in ranks if self._is_late(rank, method, timeout)]
-        return self._timed_out(method, late, timeout) if late else None
-
-    def run(self, rank: int, method: str, arguments: Arguments) -> Any:
-        failure = self._failure_of(rank, method)
-        if failure is not None and failure.error is not None:
-            raise failure.error
-        if failure is not None and failure.exit_cause is not None:
-            raise self._died(rank, method, failure.exit_cause)
-        sent = self._snapshot(arguments)
-        value = super().run(rank, method, arguments)
-        self.calls[rank].append(RecordedCall(method, sent.args, sent.kwargs, private_copy(value)))
-        return value
-
-    def _snapshot(self, arguments: Arguments) -> Arguments:
-        def read(value: Any) -> Any:
-            copied = private_copy(value)
-            return copied.resolve(self.fetch) if isinstance(copied, Deferred) else copied
-
-        kwargs = {key: read(value) for key, value in arguments.kwargs.items()}
-        return Arguments(tuple(map(read, arguments.args)), kwargs)
-
-    def _failure_of(self, rank: int, method: str) -> InjectedFailure | None:
-        failure = self.failures.get(rank)
-        return failure if failure is not None and failure.method in (None, method) else None
-
-    def _is_late(self, rank: int, method: str, timeout: float | None) -> bool:
-        failure = self._failure_of(rank, method)
-        return failure is not None and failure.late_by is not None and timeout is not None and failure.late_by > timeout
-
-    def _timed_out(self, method: str, ranks: Sequence[int], timeout: float | None) -> CallTimeout:
+        late = tuple(rank for rank in ranks if timeout is not None and self._failure(rank, method).late_by > timeout)
+        if not late:
+            return None
         return CallTimeout(
-            f"{self.role}.{method}: after {timeout:g} s no answer from {self._label(ranks)}",
+            f"{self.role}.{method}: after {timeout:g} s no answer from {self.role} {ranks_text(late)}",
             role=self.role,
             method=method,
             timeout=timeout,
-            ranks=tuple(ranks),
-            stacks={rank: "(mocked: late)" for rank in ranks},
+            ranks=late,
+            stacks=dict.fromkeys(late, "(mocked: late)"),
             cause="",
             report="",
         )
 
-    def _label(self, ranks: Sequence[int]) -> str:
-        return f"{self.role} {ranks_text(ranks)}"
+    def run(self, rank: int, method: str, arguments: Arguments) -> Any:
+        failure = self._failure(rank, method)
+        if failure.error is not None:
+            raise failure.error
+        if failure.exit_cause is not None:
+            raise self._died(rank, method, failure.exit_cause)
+        with before_changes():
+            args, kwargs = resolve(private_copy(arguments), self.fetch)
+        value = super().run(rank, method, arguments)
+        self.calls[rank].append(RecordedCall(method, tuple(args), kwargs, private_copy(value)))
+        return value
+
+    def _failure(self, rank: int, method: str) -> InjectedFailure:
+        failure = self.failures.get(rank, _NO_FAILURE)
+        return failure if failure.method in (None, method) else _NO_FAILURE
 
     def _died(self, rank: int, method: str, exit_cause: str) -> GroupError:
         return WorkerDied(
-            f"{self._label([rank])} died in {method}: {exit_cause}",
+            f"{self.role} {ranks_text([rank])} died in {method}: {exit_cause}",
             role=self.role,
             rank=rank,
             coordinates=dict(self.coordinates[rank]) if self.coordinates else {},

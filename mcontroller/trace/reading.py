@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcontroller.errors import DataError
-from mcontroller.trace.recorder import CONTROLLER, FOLDER
+from mcontroller.trace.recorder import CONTROLLER, FOLDER, OLD, SUFFIX
 
 DERIVED = {"etp", "edp"}
 """Axes of experts, whose index follows from the others."""
@@ -21,7 +21,7 @@ class TraceEvent(NamedTuple):
 
     Attributes:
         name: what it did.
-        begin: [us] by the clock of the controller.
+        begin: [us] by the clock of a controller, the same for all lanes.
         took: [us].
         waiting: [us] of these in which its thread waited for other ranks.
         number: of the call, the step or the micro-batch; -1 for none.
@@ -74,7 +74,7 @@ class RunTrace:
     """The trace of a run, or of some of its steps.
 
     Attributes:
-        controllers: the lanes of the processes that called groups; several if the run was resumed.
+        controllers: the lanes of the processes that called groups, in their order; several if the run was resumed.
         ranks: the lanes of ranks, by group and rank.
     """
 
@@ -99,8 +99,7 @@ class RunTrace:
         begin, end = min(event.begin for event in chosen), max(event.end for event in chosen)
 
         def inside(lanes: list[TraceLane]) -> list[TraceLane]:
-            kept = ([event for event in lane.events if event.end > begin and event.begin < end] for lane in lanes)
-            return [replace(lane, events=events) for lane, events in zip(lanes, kept, strict=True)]
+            return [replace(lane, events=[e for e in lane.events if e.end > begin and e.begin < end]) for lane in lanes]
 
         return RunTrace(inside(self.controllers), inside(self.ranks))
 
@@ -117,19 +116,20 @@ def read_trace(run_dir: Path | str, last: int | None = None) -> RunTrace:
     """
     folder = Path(run_dir) / FOLDER
     lanes = []
-    for name in sorted({path.name.partition(".")[0] for path in folder.glob("*.jsonl.gz")}):
-        files = [folder / f"{name}{suffix}" for suffix in (".old.jsonl.gz", ".jsonl.gz")]
+    for name in sorted({path.name.removesuffix(SUFFIX).removesuffix(OLD) for path in folder.glob(f"*{SUFFIX}")}):
+        files = [folder / f"{name}{old}{SUFFIX}" for old in (OLD, "")]
         lanes.append(_lane([path for path in files if path.is_file()], last))
     lanes = [lane for lane in lanes if lane.about]  # the first line of a process may be missing too
     if not lanes:
-        raise DataError(f"{run_dir} has no trace: there is no file {folder}/*.jsonl.gz", path=str(folder))
+        raise DataError(f"{run_dir} has no trace: no file {folder}/*{SUFFIX} has events", path=str(folder))
     controllers = [lane for lane in lanes if lane.about["group"] == CONTROLLER]
     ranks = [lane for lane in lanes if lane.about["group"] != CONTROLLER]
-    boots = {lane.about["boot"] for lane in controllers}
-    for lane in ranks:  # of other machines: by the time of day, which clusters keep equal to about a millisecond
-        if controllers and lane.about["boot"] not in boots:
-            ahead = lane.about["time_us"] - controllers[-1].about["time_us"]
+    clock = controllers[0].about if controllers else lanes[0].about
+    for lane in lanes:  # of other machines: by the time of day, which clusters keep equal to about a millisecond
+        if lane.about["boot"] != clock["boot"]:
+            ahead = lane.about["time_us"] - clock["time_us"]
             lane.events = [event._replace(begin=event.begin + ahead) for event in lane.events]
+    controllers.sort(key=lambda lane: [event.begin for event in lane.events[:1]])
     _set_axes(ranks)
     ranks.sort(key=lambda lane: (lane.about["group"], lane.about["rank"]))
     return RunTrace(controllers, ranks)

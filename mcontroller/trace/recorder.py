@@ -23,12 +23,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from mcontroller.machine import boot_id
 from parallel_state.hangs.waits import waited
 
 FOLDER = "trace"
 """The folder of the trace in the directory of a run."""
+SUFFIX, OLD = ".jsonl.gz", ".old"
+"""The end of the name of a file, and what is before it in the name of a full one."""
 CONTROLLER = "controller"
 """The lane of the process that calls groups."""
 MEMORY = "memory"
@@ -66,7 +69,7 @@ class TraceRecorder:
         self.about: dict[str, Any] = {"lane": lane, "node": socket.gethostname(), **process, **about}
         self.deferred: list[Callable[[], None]] = []
         self.ranks: dict[tuple[str, int], TraceRecorder] = {}
-        self._path, self._segment = directory / f"{lane}.jsonl.gz", segment
+        self._path, self._segment = directory / f"{quote(lane, safe='')}{SUFFIX}", segment
         self._events: deque[tuple[str, int, int, int, int]] = deque()
         self._flushed, self._written, self._described = now(), 0, False
         self._deflate = zlib.compressobj(6, wbits=31)
@@ -154,7 +157,7 @@ class TraceRecorder:
     def _begin_segment(self) -> None:
         with open(self._path, "ab") as file:
             file.write(self._deflate.flush())
-        os.replace(self._path, self._path.with_name(f"{self.about['lane']}.old.jsonl.gz"))
+        os.replace(self._path, self._path.with_name(self._path.name.removesuffix(SUFFIX) + OLD + SUFFIX))
         self._deflate = zlib.compressobj(6, wbits=31)
         self._written, self._described = 0, False
 

@@ -1,4 +1,4 @@
-"""Locks between processes: one holder at a time, which is named, and locks of processes that have ended."""
+"""Files that are replaced as a whole; locks between processes: one holder at a time, which is named."""
 
 from __future__ import annotations
 
@@ -9,15 +9,31 @@ import logging
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mcontroller.files import acquire_lock, release_lock
+from mcontroller.files import acquire_lock, release_lock, replace_text, replacing
 
 WHAT = "the run in /runs/first"
 HERE = socket.gethostname()
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with replacing(path) as file:
+        file.write(b"first ")
+        other = threading.Thread(target=replace_text, args=(path, "other"))
+        other.start()
+        other.join()
+        assert path.read_text() == "other"
+        file.write(b"writer")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
+        file.write(b"interrupted")
+        raise KeyboardInterrupt
+    assert path.read_text() == "first writer" and list(tmp_path.iterdir()) == [path]
 
 
 def in_fork(action: Callable[[], object]) -> str:

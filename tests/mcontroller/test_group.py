@@ -418,9 +418,15 @@ def test_explain_shows_rows_and_returning_ranks_without_running_the_method() -> 
     assert [list(rank.rows) for rank in shown.ranks] == [[0], [0], [1, 2], [1, 2]] * 2
     assert [rank.rank for rank in shown.ranks if rank.returns] == [4, 6]
     assert shown.ranks[2].coordinates["dp"] == 1 and shown.ranks[2].padding == 0
-    assert shown.sent_bytes == sum(rank.bytes for rank in shown.ranks) == 4 * shown.stored_bytes
+    assert shown.sent_bytes == sum(rank.bytes for rank in shown.ranks)
     assert "actor.compute (MEGATRON_COMPUTE_PROTO): 8 ranks, 2 shards, 2 return as concat" in str(shown)
-    assert "tp=0 dp=1 pp=1        1      1,2 (2 rows)" in str(shown)
+    assert "tp=0 dp=1 pp=1        1      1-2 (2 rows)" in str(shown)
+
+
+def test_explain_counts_what_is_stored_once_and_read_by_several_ranks() -> None:
+    batch, weights = numbered(4), torch.zeros(1000)
+    shown = group_of().compute.explain(batch, weights)
+    assert (shown.stored_bytes, shown.sent_bytes) == (batch.nbytes() + 4000, 4 * batch.nbytes() + 8 * 4000)
 
 
 def test_explain_shows_which_rows_are_padding() -> None:

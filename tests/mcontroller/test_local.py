@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mcontroller import (
+    CallRejected,
     ClassWithInitArgs,
     DataProto,
     Dispatch,
@@ -28,6 +29,9 @@ from mcontroller import (
     WorkerError,
     register,
 )
+from mcontroller.local import private_copy
+from mcontroller.ray.values.wire import pack
+from mcontroller.testing import mock_worker_group
 from parallel_state.layout import ParallelLayout
 from tests.mcontroller.batches import every_kind, numbered, numbers
 
@@ -132,6 +136,45 @@ def test_objects_and_batches_are_private_to_each_rank_too() -> None:
     assert [item.steps for item in group.spoil(settings)] == [[0], [1]] and settings.steps == []
     assert [item.batch["n"].tolist() for item in group.spoil(batch)] == [[1, 2], [1, 2]]
     assert numbers(batch) == [0, 1]
+
+
+def describe(value: Any) -> Any:
+    """Return what code can tell of a value: of tensors, whether they have a gradient, and which are the same."""
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage().nbytes()
+        return type(value), value.tolist(), value.requires_grad, value.is_leaf, value.grad, storage
+    if isinstance(value, DataProto):
+        return describe([value.tensors(), value.non_tensor_batch, value.meta_info])
+    if isinstance(value, dict):
+        return {key: describe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return type(value), [describe(item) for item in value], [first is second for first in value for second in value]
+    return describe(vars(value)) if isinstance(value, Settings) else value
+
+
+LEAF = torch.ones(2, requires_grad=True)
+TWICE = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        LEAF, LEAF * 2, torch.nn.Parameter(torch.ones(2)), torch.arange(1000)[:2], Settings([LEAF * 2, TWICE[:1]]),
+        [TWICE, TWICE, {"again": TWICE}], (np.arange(3)[::2], len, Settings, "text"),
+        DataProto.from_dict({"a": LEAF, "b": LEAF * 2}, {"o": [LEAF * 2, TWICE]}, {"m": LEAF * 2, "l": [LEAF * 2]}),
+    ],
+)  # fmt: skip
+def test_a_value_arrives_as_in_another_process(value: Any) -> None:
+    assert describe(private_copy(value)) == describe(pack(value).unpack())
+
+
+@pytest.mark.parametrize("value", [(item for item in "ab"), torch.eye(2).to_sparse(), threading.Lock()])
+@pytest.mark.parametrize("make", [LocalWorkerGroup, mock_worker_group])
+def test_what_cannot_be_sent_is_rejected_and_the_group_stays_usable(make: Any, value: Any) -> None:
+    group = make(ClassWithInitArgs(Plain), 2)
+    with pytest.raises(CallRejected):
+        group.double(value)
+    assert group.broken is None and group.double(4) == 8
 
 
 def test_init_arguments_are_private_to_each_rank() -> None:

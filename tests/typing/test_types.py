@@ -111,7 +111,10 @@ def test_a_generated_group_class_is_an_ordinary_group_at_run_time() -> None:
     assert group(ClassWithInitArgs(Critic, {}), 2).save("path") == [None, None]
 
 
-@pytest.mark.parametrize("worker", ["tests.typing.roles", "tests.typing.roles:Nothing", "tests.typing.roles:STAGES"])
+@pytest.mark.parametrize(
+    "worker",
+    ["tests.typing.roles", "tests.typing.roles:Nothing", "tests.typing.roles:STAGES", f"{FOLDER}/roles.py:Critic"],
+)
 def test_what_cannot_be_typed_is_rejected(worker: str) -> None:
     with pytest.raises(ConfigError) as raised:
         run(argparse.Namespace(worker=worker, output=None, group=None))

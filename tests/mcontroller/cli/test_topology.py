@@ -47,6 +47,11 @@ def test_axes_that_cross_nodes_are_reported_without_a_cluster(capsys: pytest.Cap
     assert "axis tp crosses nodes in 1 of 3 groups, such as ranks 4-7 on node0, node1" in capsys.readouterr().out
 
 
-def test_a_node_without_gpus_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["topology", "--world-size", "8", "--gpus-per-node", "0"]) == 1
-    assert "ranks_per_node is 0; expected at least 1" in capsys.readouterr().err
+@pytest.mark.parametrize("option", ["--gpus-per-node", "--max-rows"])
+@pytest.mark.parametrize("value", ["0", "-3"])
+def test_a_count_below_one_is_rejected_with_its_option(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["topology", "--world-size", "8", f"{option}={value}"])
+    assert ended.value.code == 2 and f"argument {option}: {value}" in capsys.readouterr().err

@@ -25,6 +25,7 @@ class Car:
     engine: Engine
     doors: int = 4
     trailer: Engine | None = None
+    options: list[str] | None = None
 
 
 def test_later_sources_win_and_overrides_win_over_all(tmp_path: Path) -> None:
@@ -53,6 +54,10 @@ def test_an_instance_of_the_dataclass_is_a_source() -> None:
         ({"engine": "${doors}"}, [], "engine"),
         ({"engine": {"power": 1, "extra": "${doors}"}}, [], "engine.extra"),
         ({"engine": {"power": 1, "ratios": "${doors}"}}, [], "engine.ratios"),
+        ({"engine": {"power": 1}}, ["engine.fuel=2026_01_01"], "engine.fuel"),
+        ({"engine": {"power": 1}}, ["engine.fuel=no"], "engine.fuel"),
+        ({"engine": {"power": 1}}, ["engine.fuel=1e5"], "engine.fuel"),
+        ({"engine": {"power": 1}, "options": ["a", 1.10]}, [], "options"),
         ({"engine": {"power": "${nowhere}"}}, [], "engine.power"),
         ({"engine": {"power": "${engine.power}"}}, [], "engine.power"),
         ("no_such.yaml", [], "no_such.yaml"),
@@ -63,6 +68,12 @@ def test_a_source_that_does_not_fit_is_rejected_with_its_key(source: Any, overri
     with pytest.raises(ConfigError) as caught:
         load_config(Car, source, overrides=overrides)
     assert caught.value.fields["key"] == key
+
+
+def test_text_that_looks_like_a_number_is_kept_in_quotes() -> None:
+    overrides = ["engine.fuel='1e5'", "engine.extra.number=1e5", "options=['010', \"no\"]"]
+    car = load_config(Car, {"engine": {"power": 1}}, overrides=overrides)
+    assert (car.engine.fuel, car.engine.extra, car.options) == ("1e5", {"number": 1e5}, ["010", "no"])
 
 
 def test_close_matches_are_a_field_of_the_error() -> None:

@@ -54,6 +54,9 @@ def test_from_tensordict_moves_non_tensor_data_to_the_other_fields() -> None:
     assert batch.batch["a"].tolist() == [0, 1]
     assert batch.non_tensor_batch["uid"].tolist() == ["x", "y"]
     assert batch.meta_info == {"step": 1, "temperature": 0.7}
+    with pytest.raises(DataError) as raised:
+        DataProto.from_tensordict(source, meta_info={"temperature": 1.0})
+    assert raised.value.key == "temperature"
 
 
 def test_num_batch_dims_counts_leading_dims_of_the_batch() -> None:
@@ -89,6 +92,9 @@ def test_the_number_of_rows_is_that_of_the_columns() -> None:
         (lambda: DataProto(non_tensor_batch={"u": ["x"]}), ("u",)),
         (lambda: DataProto.from_dict({"s": torch.eye(2).to_sparse()}), ("s",)),
         (lambda: DataProto(TensorDict({"a": NonTensorData(1, batch_size=[2])}, [2])), ("a",)),
+        (lambda: DataProto.from_dict({"n": TensorDict({"s": NonTensorStack("x", "y")}, [2])}), ("n",)),
+        (lambda: DataProto.from_dict({"n": TensorDict({"s": torch.eye(2).to_sparse()}, [2])}), ("n",)),
+        (lambda: DataProto.from_dict({"j": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}), ("j",)),
     ],
 )
 def test_invalid_columns_are_rejected_with_their_name_and_numbers(make: Any, fields: tuple[Any, ...]) -> None:
@@ -167,12 +173,14 @@ def test_rename_keeps_the_order_of_columns_and_returns_the_batch_itself() -> Non
     [
         (lambda batch: batch.select("x"), {"missing": ["x"], "present": ["n"]}),
         (lambda batch: batch.select(non_tensor_batch_keys="x"), {"missing": ["x"], "present": ["name"]}),
-        (lambda batch: batch.pop(meta_info_keys=["x"]), {"missing": ["x"], "present": []}),
+        (lambda batch: batch.pop(meta_info_keys=["x"]), {"missing": ["x"], "present": [1, "a"]}),
         (lambda batch: batch.rename("x", "y"), {"missing": ["x"], "present": ["n", "name"]}),
         (lambda batch: batch.rename("n", "name"), {"old": ["n"], "new": ["name"]}),
         (lambda batch: batch.rename(["n", "name"], "a"), {"old": ["n", "name"], "new": ["a"]}),
         (lambda batch: batch.row_lengths("x"), {"missing": ["x"], "present": ["n"]}),
+        (lambda batch: batch.select(meta_info_keys="x"), {"missing": ["x"], "present": [1, "a"]}),
         (lambda batch: batch.chunk(0), {"chunks": 0}),
+        (lambda batch: batch.chunk(2.5), {"chunks": 2.5}),
         (lambda batch: batch.split(0), {"split_size": 0}),
         (lambda batch: batch.repeat(-1), {"repeat_times": -1}),
         (lambda batch: batch.reorder([0, 0, 1, 2, 3]), {"rows": 5, "indices": 5}),
@@ -183,14 +191,16 @@ def test_rename_keeps_the_order_of_columns_and_returns_the_batch_itself() -> Non
         (lambda batch: batch.make_iterator(0, 1), {"mini_batch_size": 0}),
         (lambda batch: batch.union(numbered(4)), {"rows": (5, 4)}),
         (lambda batch: pad_dataproto_to_divisor(batch, 0), {"size_divisor": 0}),
+        (lambda batch: pad_dataproto_to_divisor(batch, "2"), {"size_divisor": "2"}),
     ],
 )
 def test_invalid_arguments_are_rejected_and_change_nothing(call: Any, fields: dict[str, Any]) -> None:
-    batch = numbered(5)
+    batch = DataProto(numbered(5).batch, numbered(5).non_tensor_batch, {"a": 0, 1: 0})
+    before = copy.copy(batch)
     with pytest.raises(DataError) as raised:
         call(batch)
     assert raised.value.fields == fields
-    assert batch == numbered(5)
+    assert batch == before
 
 
 def test_union_adds_columns_and_takes_equal_ones_once() -> None:
@@ -282,6 +292,7 @@ def test_mini_batches_are_in_order_unless_shuffled_and_may_drop_the_last() -> No
         tuple(numbers(part)) for seed in range(5) for part in numbered(5).make_iterator(5, 1, seed, {"shuffle": True})
     }
     assert len(orders) > 1
+    assert list(numbered(0).make_iterator(2, 2, dataloader_kwargs={"shuffle": True})) == []
 
 
 def test_items_of_different_shapes_are_not_collated() -> None:
@@ -291,6 +302,20 @@ def test_items_of_different_shapes_are_not_collated() -> None:
     assert raised.value.fields == {"column": "a", "row": 1}
     with pytest.raises(DataError):
         collate_fn([])
+
+
+def test_items_of_different_columns_are_not_collated() -> None:
+    less, more = numbered(1)[0], numbered(1).union(DataProto.from_dict({"m": torch.ones(1)}, {"z": ["x"]}))
+    for items, column in (
+        ([less, more.select([], "z")[0]], "n"),
+        ([more.select([], "z")[0], less], "z"),
+        ([less, more.select("n")[0]], "z"),
+        ([less, more.select(None, "name")[0]], "m"),
+        ([more.select(None, "name")[0], less], "m"),
+    ):
+        with pytest.raises(DataError) as raised:
+            collate_fn(items)
+        assert raised.value.fields == {"column": column, "row": 1}
 
 
 def test_with_tensors_adds_and_replaces_tensors_and_shares_the_rest() -> None:
@@ -328,6 +353,7 @@ def test_equality_compares_all_of_a_batch_and_reports_the_difference() -> None:
     assert batch != batch[:1] and batch != "a batch"
     assert batch.difference(batch[:1]) == "2 rows, other has 1"
     assert batch.difference(batch.select([])) == "batch has keys ['a'], other has []"
+    assert DataProto(meta_info={"a": 1, 2: 3}).difference(DataProto()) == "meta_info has keys [2, 'a'], other has []"
     for field, key, value in (("batch", "a", torch.tensor([1.0, 2.0])), ("batch", "a", torch.ones(2).double())):
         getattr(same, field)[key] = value
         assert batch.difference(same).startswith("batch['a'] differs")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +120,20 @@ def test_saving_replaces_the_whole_file_and_leaves_no_other_file(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["batch"]
 
 
+def test_a_full_disk_is_named_and_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    numbered(2).save_to_disk(tmp_path / "batch")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError) as raised:
+            numbered(1_000_000).select("n", []).save_to_disk(tmp_path / "batch")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(tmp_path / "batch"))
+    assert DataProto.load_from_disk(tmp_path / "batch") == numbered(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["batch"]
+
+
 class Bomb:
     def __reduce__(self) -> tuple:
         return (Path("exploded").touch, ())
@@ -157,8 +173,11 @@ def test_a_file_with_a_changed_byte_is_rejected(tmp_path: Path) -> None:
     batch = numbered(100)
     batch.save_to_disk(tmp_path / "batch")
     content = bytearray((tmp_path / "batch").read_bytes())
-    content[content.index(next(iter(batch.tensors().values())).numpy().tobytes()) + 9] ^= 1
-    (tmp_path / "batch").write_bytes(content)
-    with pytest.raises(DataError) as raised:
-        DataProto.load_from_disk(tmp_path / "batch")
-    assert raised.value.path == tmp_path / "batch"
+    element = content.index(next(iter(batch.tensors().values())).numpy().tobytes()) + 9
+    for position in (element, len(content) - 48):  # and where the archive says what is in it
+        changed = bytearray(content)
+        changed[position] ^= 0xFF
+        (tmp_path / "batch").write_bytes(changed)
+        with pytest.raises(DataError) as raised:
+            DataProto.load_from_disk(tmp_path / "batch")
+        assert raised.value.path == tmp_path / "batch"

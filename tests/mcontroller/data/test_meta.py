@@ -19,8 +19,8 @@ def joined(*infos: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_keys_whose_values_agree_in_all_parts_are_kept() -> None:
-    table = {"t": torch.arange(3), "a": [np.ones(2), float("nan")]}
-    again = {"t": torch.arange(3), "a": [np.ones(2), float("nan")]}
+    table = {"t": torch.arange(3), "a": [np.ones(2), float("nan")], "d": np.array(["NaT"], "M8[s]")}
+    again = {"t": torch.arange(3), "a": [np.ones(2), float("nan")], "d": np.array(["NaT"], "M8[s]")}
     merged = joined({"x": 1, "table": table}, {"y": "only here"}, {"x": 1, "table": again})
     assert list(merged) == ["x", "table", "y"]
     assert same_value(merged["table"], table)
@@ -51,8 +51,8 @@ def test_a_conflict_names_the_key_the_parts_and_the_values() -> None:
 
 
 def test_keys_that_differ_between_ranks_keep_the_first_value() -> None:
-    parts = [{"step": 1, "metrics": {"loss": 1.0}}, {"step": 2, "seed": 3, "metrics": {"loss": 2.0}}, {"metrics": 4}]
-    assert merge_concat(parts, keep_first=True) == {"step": 1, "seed": 3, "metrics": {"loss": [1.0, 2.0]}}
+    parts = [{"step": 1, 5: 1, "metrics": {"loss": 1.0}}, {"step": 2, 5: 2, "metrics": {"loss": 2.0}}, {"metrics": 4}]
+    assert merge_concat(parts, keep_first=True) == {"step": 1, 5: 1, "metrics": {"loss": [1.0, 2.0]}}
 
 
 def test_union_merges_metrics_by_name_and_rejects_two_values() -> None:

@@ -101,6 +101,15 @@ def test_rows_together_are_neighbors_in_one_shard_with_their_padding(
     assert (raised.value.key, raised.value.rows) == ("rows_together", len(batch))
 
 
+def test_batches_of_one_call_keep_what_each_of_them_has_together() -> None:
+    pairs, triples = numbered(24, rows_together=2), numbered(24, rows_together=3)
+    group = group_on(4)
+    assert numbers(method(group, "identity", Dispatch.DP_COMPUTE_PROTO)(pairs, triples)) == list(range(24))
+    assert [numbers(shard)[0] % 6 for shard in received(group)] == [0] * 4
+    with pytest.raises(DataError):
+        method(group, "identity", Dispatch.DP_COMPUTE_PROTO)(pairs, numbered(24, rows_together=5))
+
+
 def group_is_unpadded(group: Any, rows: int) -> bool:
     """Whether no row went to two shards: each is seen in one shard's batch only."""
     shards = {tuple(batch.batch["n"].tolist()) for batch in received(group)}

@@ -115,6 +115,8 @@ def test_an_override_of_a_delegated_method_may_call_it() -> None:
         {"dispatch_mode": {"dispatch_fn": print, "collect_fn": 3}},
         {"execute_mode": Dispatch.RANK_ZERO},
         {"padding": "left"},
+        {"timeout": -1},
+        {"timeout": float("inf")},  # what a process waits with would overflow
     ],
 )
 def test_wrong_arguments_are_rejected_at_the_decorator(arguments: dict[str, Any]) -> None:

@@ -202,6 +202,32 @@ def test_other_machines_are_on_the_clock_of_the_controller(tmp_path: Path) -> No
     assert [lane.events for lane in one.ranks] == [lane.events for lane in two.ranks]
 
 
+def test_a_run_that_was_resumed_on_another_machine_is_on_one_clock(tmp_path: Path) -> None:
+    second = 1000 * MS
+    for lane, boot, clock, step in (("controller-9", "first", 5000, 1), ("controller-10", "second", 7, 2)):
+        about = {"boot": boot, "time_us": (100 * step - clock) * 1_000_000}  # step N begins N * 100 s after the epoch
+        controller = recorder_of(tmp_path, lane, group="controller", rank=0, **about)
+        rank = recorder_of(tmp_path, f"actor-{boot}-0", group="actor", rank=0, launch=boot, roles={}, **about)
+        for number in range(1, step + 1):  # step 1 is repeated
+            controller.add("step", clock * second, (clock + step) * second, number)
+        rank.add(METHOD, clock * second, (clock + step) * second, 0)
+        controller.flush()
+        rank.flush()
+    trace = read_trace(tmp_path)
+    assert [lane.about["boot"] for lane in trace.controllers] == ["first", "second"]
+    assert {number: step.took for number, step in trace.steps().items()} == {1: 2_000_000, 2: 2_000_000}
+    begins = [lane.events[0].begin for lanes in (trace.controllers, trace.ranks) for lane in lanes]
+    assert begins[1] - begins[0] == begins[3] - begins[2] == 100_000_000
+
+
+@pytest.mark.parametrize("role", ["actor.v2", "actor.old", "team/actor", "a %"])
+def test_the_name_of_a_role_may_have_any_characters(tmp_path: Path, role: str) -> None:
+    recorder = recorder_of(tmp_path, f"{role}-1-0", group=role, rank=0)
+    recorder.add("forward", 0, MS)
+    recorder.flush()
+    assert [(lane.about["group"], len(lane.events)) for lane in read_trace(tmp_path).ranks] == [(role, 1)]
+
+
 def test_files_are_bounded_and_keep_the_newest_steps(tmp_path: Path) -> None:
     about, noise = {"group": "controller", "rank": 0}, random.Random(0)
     recorder = TraceRecorder(tmp_path / FOLDER, "controller", about, segment=20_000)
@@ -236,7 +262,7 @@ def test_what_is_missing_is_named(tmp_path: Path, trace: RunTrace, capsys: pytes
         trace.of_steps(30, 31)
     assert caught.value.steps == (30, 31)
     assert main(["trace", str(tmp_path / "empty")]) == 1
-    assert "empty has no trace: there is no file" in capsys.readouterr().err
+    assert "empty has no trace" in capsys.readouterr().err
     assert main(["trace", str(tmp_path), "--steps", "ten"]) == 1
     assert "--steps is 'ten'; expected FIRST:LAST" in capsys.readouterr().err
     path = tmp_path / FOLDER / "actor-a-0.jsonl.gz"
