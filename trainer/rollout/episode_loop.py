@@ -99,10 +99,12 @@ class EpisodeLoop:
             if number in self._tasks:
                 self._tasks[number].cancel()
             self._send("stopped", number)
-        elif values[0] in self._pending.get(number, {}):
-            trajectory, future = self._pending[number][values[0]]
+        elif values[0] in (pending := self._pending.get(number, {})):
+            trajectory, future = pending[values[0]]
+            if future.done():  # cancelled: it says so to the controller next
+                return
             if kind != "part":
-                del self._pending[number][values[0]]
+                del pending[values[0]]
             if kind == "failed":
                 future.set_exception(values[1])
             else:
