@@ -23,7 +23,7 @@ from trainer.columns import LOG_PROBS
 from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.requests import Request, RoutedEngines, Router
 from trainer.rollout.seeds import count_call, seed_of
-from trainer.rollout.trajectory import ARRAYS, Trajectory
+from trainer.rollout.trajectory import ARRAYS, IN_FLIGHT, Trajectory
 from workers.columns import HELD_OUT_BATCH, ROUTED_EXPERTS, TOKEN_TEMPERATURES
 from workers.config.sampling import OF_BATCHES, checked_setting
 from workers.generate.batch_requests import experts_of_rows
@@ -345,8 +345,7 @@ class TrajectoryRollout:
     def _check(self, trajectory: Trajectory, limit: int) -> None:
         before = self._in_flight.get(id(trajectory))
         if before is not None and not before.done():
-            text = "submit: the trajectory is in flight: wait for its turn, or submit a copy, which is another branch"
-            raise DataError(text, field="prompt")
+            raise DataError(IN_FLIGHT, field="prompt")
         length, most = len(trajectory.prompt), self.limits["prompt_length"]
         for tokens in (trajectory.prompt, trajectory.tokens):
             least_and_greatest = [min(tokens, default=0), max(tokens, default=0)]
