@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.rollout.router import Router
+from trainer.rollout.requests import Router
 from workers import ActorConfig, load_config
 from workers.generate.engine_protocol import Sampled
 from workers.generate.sampling import Sampling

@@ -18,7 +18,7 @@ from mcontroller.errors import MControllerError
 from tests.ranks import run_ranks
 from tests.trainer.rollout.engine import a_rollout
 from tests.workers.roles import GREEDY, SAMPLED, actor, experience, own_shard, prompts
-from trainer.rollout.router import NoEngineLeft
+from trainer.rollout.requests import NoEngineLeft
 from workers import LogProbBasis, RolloutConfig, Sampling
 from workers.generate.engine_protocol import RequestFailed
 

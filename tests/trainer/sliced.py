@@ -56,7 +56,7 @@ class SlicedActor(SeparateActor):
             seed, before = int(prompts.batch["sample_seed"][row]), int(prompts.batch["generated"][row])
             last, length = int(ids[row, -1]), 1 + seed % LONGEST
             for at in range(room):
-                scores = self.table[last].log_softmax(0)
+                scores = (self.table[last] / prompts.meta_info.get("temperature", 1.0)).log_softmax(0)
                 if before + at == length - 1:
                     responses[row, at] = STOP
                     break

@@ -80,6 +80,7 @@ def test_each_problem_is_trained_on_once_and_within_the_staleness(
         assert line["training/staleness_max"] == step - int(versions[mask].min()) <= staleness
     record = [read(path) for path in files(tmp_path)]
     assert [number for taken in record for number in taken.groups] == numbers
+    assert not any(response.prompt for taken in record for response in taken.responses)  # that of the problem
     if options == {"stale": "drop"}:
         dropped = [taken.dropped_tokens for taken in record]
         assert dropped == [line["asynchronous/dropped_tokens"] for line in lines]

@@ -117,7 +117,7 @@ class AsynchronousGenerations(Generations):
         self.balance = Balance()
         self._schedule = Schedule(self._options)
         self._n = 1
-        self._trajectories: TrajectoryRollout | None = None
+        self._connected: TrajectoryRollout | None = None
         self._episodes: Episodes | None = None
         self._reset()
         if self._schedule.is_live:
@@ -152,7 +152,7 @@ class AsynchronousGenerations(Generations):
     def _begin_empty(self) -> None:
         """Begin without responses in flight."""
         self.close()
-        self._trajectories = TrajectoryRollout(self._rollout, driven=True, trained=True, **self._sampling)
+        self._connected = TrajectoryRollout(self._rollout, driven=True, trained=True, **self._sampling)
         self._n = self._trajectories.limits.get("n", 1)
         self._settings["rollout.response_length"] = self._trajectories.limits["response_length"]
         if isinstance(self._rollout_fn, Episodes):
@@ -161,6 +161,12 @@ class AsynchronousGenerations(Generations):
             if not self.log.replays:
                 self._episodes.start_processes()
 
+    @property
+    def _trajectories(self) -> TrajectoryRollout:
+        if self._connected is None:
+            raise ConfigError("no group generates yet: call init_workers() before train_step()", key="rollout")
+        return self._connected
+
     def close(self) -> None:
         """End the processes of episodes."""
         if self._episodes is not None:
@@ -168,10 +174,8 @@ class AsynchronousGenerations(Generations):
 
     def __len__(self) -> int:
         """The number of batches that were drawn and not trained on; their groups may be of more batches."""
-        return -(-len(self._groups) // self._batch_size()) if self._groups else 0
-
-    def _batch_size(self) -> int:
-        return len(next(iter(self._groups.values())).problems)
+        problems = next((group.problems for group in self._groups.values()), ())
+        return -(-len(self._groups) // len(problems)) if problems else 0
 
     def problems_in_flight(self) -> dict[int, list[int]]:
         """Return which problems of which batches of the data set were drawn and not trained on."""
@@ -193,8 +197,6 @@ class AsynchronousGenerations(Generations):
         Returns:
             As ``Generations.exchange``, without metrics: ``take_metrics`` returns them.
         """
-        if self._trajectories is None:
-            raise ConfigError("no group generates yet: call init_workers() before train_step()", key="rollout")
         if not self._groups:
             self.balance.begin()
         self._raise_error()
@@ -209,19 +211,15 @@ class AsynchronousGenerations(Generations):
             taken = self._generated_groups(size)
             self.log.append(taken)
         groups = [self._groups.pop(number) for number in taken.groups]
+        for at, response in enumerate(taken.responses):
+            response.prompt = response.prompt or groups[at // self._n].prompt
         self._counts = [self._counts[0] + len(taken.dropped), self._counts[1] + taken.dropped_tokens]
         self._submit()
         return self._batch(groups, taken)
 
     def _add(self, problems: DataProto) -> None:
         """Add a group for each problem, without responses."""
-        if self._groups and len(problems) != self._batch_size():
-            raise DataError(
-                f"a batch of {len(problems)} problems, and one in flight has {self._batch_size()}: with "
-                f"trainer.max_staleness={self._ahead} all batches of a run have one size",
-                rows=len(problems),
-                expected=self._batch_size(),
-            )
+        self._check_size(problems, [group.problems for group in self._groups.values()])
         first, batch = self._next_uid, self._numbered(problems)
         for row in range(len(problems)):
             self._groups[first + row] = Group(first + row, problems, batch, row)
@@ -243,8 +241,6 @@ class AsynchronousGenerations(Generations):
         self.log.count += 1
         for number in taken.dropped:
             self._groups[number].attempt += 1
-        for at, response in enumerate(taken.responses):
-            response.prompt = response.prompt or self._groups[taken.groups[at // self._n]].prompt
         return taken
 
     def _misfit(self, taken: Taken, size: int) -> DataError | None:
@@ -279,20 +275,20 @@ class AsynchronousGenerations(Generations):
         Raises:
             DataError: a token differs.
         """
-        assert self._trajectories is not None
         compared: list[tuple[int, int, int, Trajectory, Submitted]] = []
         ahead = 0
         while (taken := self.log.next(ahead)) is not None and taken.version <= self._version + self._ahead:
             for at, response in enumerate(taken.responses):
                 number = taken.groups[at // self._n]
-                for start, end in _sampled_by(response, self._version):
+                for start, end, temperature in _sampled_by(response, self._version):
                     prompt = response.prompt or self._groups[number].prompt
                     made = {name: getattr(response, name)[:start] for name in ARRAYS if name != "prompt"}
                     again = Trajectory(prompt, **made)
-                    submitted = self._trajectories.submit(again, seed=response.seed or 0, max_tokens=end - start)
+                    settings: dict[str, Any] = {"seed": response.seed or 0, "temperature": temperature}
+                    submitted = self._trajectories.submit(again, max_tokens=end - start, **settings)
                     compared.append((self.log.count + ahead, number, at % self._n, response, submitted))
             ahead += 1
-        while self._trajectories.live:
+        while len(self._trajectories):
             self._trajectories.advance()
         for record, number, index, response, submitted in compared:
             generated = submitted.trajectory.tokens
@@ -312,7 +308,6 @@ class AsynchronousGenerations(Generations):
 
     def _generated_groups(self, size: int) -> Taken:
         """Generate until a step can take groups, and return them."""
-        assert self._trajectories is not None
         self._submit()
         self._drop_stale()
         self._generate_until(lambda: self._ready >= size and self._chosen(size) is not None)
@@ -322,6 +317,10 @@ class AsynchronousGenerations(Generations):
         dropped, self._dropped = self._dropped, []
         tokens, self._dropped_tokens = self._dropped_tokens, 0
         meta_info = self._trajectories.meta_info(self._n)
+        for group in chosen:
+            for response in group.responses:
+                if response.prompt.tobytes() == group.prompt.tobytes():
+                    response.prompt = array("q")
         return Taken(
             groups=[group.number for group in chosen],
             prompts=[zlib.crc32(group.prompt) for group in chosen],
@@ -344,7 +343,6 @@ class AsynchronousGenerations(Generations):
 
     def _submit_group(self, group: Group) -> None:
         """Submit the responses of a group; each has another seed, so that their order does not change them."""
-        assert self._trajectories is not None
         group.version, group.completed, group.futures = self._version, -1, []
         others = {name: column[group.row] for name, column in group.problems.non_tensor_batch.items()}
         run_seed = self._trajectories.limits.get("seed", self._data_seed)
@@ -353,11 +351,10 @@ class AsynchronousGenerations(Generations):
         for index, response in enumerate(group.responses):
             future: Future[Trajectory]
             if self._episodes is None:
-                future = submitted = self._trajectories.submit(response)
-                submitted.key = group.number
+                future = self._trajectories.submit(response)
             else:
                 problem = {**others, "prompt_ids": group.prompt.tolist()}
-                future = self._episodes.start(problem, seeds[index], key=group.number)
+                future = self._episodes.start(problem, seeds[index])
             group.futures.append(future)
             future.add_done_callback(partial(self._response_ended, group, index))
 
@@ -377,15 +374,13 @@ class AsynchronousGenerations(Generations):
     def _drop_stale(self) -> None:
         """Begin the groups again that are older than they may be."""
         stale = [group for group in self._groups.values() if self._version - group.version > self._ahead]
-        if self._options.stale != "drop" or not stale or self._trajectories is None:
+        if self._options.stale != "drop" or not stale:
             return
-        numbers = {group.number for group in stale}
-        started = [submitted for submitted in self._trajectories.live if _group_of(submitted) in numbers]
-        responses = [response for group in stale for response in group.responses if response.ended]
-        responses += [submitted.trajectory for submitted in started]
-        self._dropped_tokens += sum(len(response.tokens) for response in responses)
-        self._dropped += sorted(numbers)
+        self._dropped += [group.number for group in stale]
+        self._dropped_tokens += sum(sum(response.mask) for group in stale for response in group.responses)
         for group in stale:
+            if self._episodes is not None:
+                self._dropped_tokens += sum(map(self._episodes.tokens_of, group.futures))
             self._ready -= group.is_complete
             for future in group.futures:
                 future.cancel()
@@ -419,7 +414,6 @@ class AsynchronousGenerations(Generations):
 
     def _batch(self, groups: Sequence[Group], taken: Taken) -> GeneratedBatch:
         """Return the responses that the trainer takes."""
-        assert self._trajectories is not None
         rows: dict[int, tuple[DataProto, list[int]]] = {}
         for group in groups:
             rows.setdefault(id(group.problems), (group.problems, []))[1].append(group.row)
@@ -461,7 +455,7 @@ class AsynchronousGenerations(Generations):
 
     def pump(self) -> None:
         """Take the answers that have arrived, and let the engines go on; an error is raised by the next step."""
-        if self._trajectories is None or self._held or not self._has_weights or self._error is not None:
+        if self._held or not self._has_weights or self._error is not None:
             return
         try:
             self._pump_episodes()
@@ -476,31 +470,22 @@ class AsynchronousGenerations(Generations):
     @contextmanager
     def _moving(self) -> Iterator[None]:
         """Have no step in flight while weights move; with ``partial="finish"``, what has tokens ends before."""
-        self._held = True
+        self._held, engine = True, self._trajectories.engine
+        is_stepped = isinstance(engine, ReferenceEngine)
+        finish = self._options.partial == "finish" and (is_stepped or self._episodes is not None)
         try:
             if self._has_weights:
-                by_engine = not self._is_stepped() and self._episodes is None
-                finish = self._options.partial == "finish" and not by_engine
                 self._generate_until(
-                    lambda: not (finish and (self._requests(begun=True) or self._is_busy())), begun=finish
+                    lambda: not (finish and (engine.requests(begun=True) or self._is_busy())), begun=finish
                 )
             yield
             self._has_weights = True
             if self._weights.version != self._version:
                 self._version = self._weights.version
-                engine = None if self._trajectories is None else self._trajectories.engine
                 if self._options.partial == "stop" and isinstance(engine, ReferenceEngine):
                     engine.postpone_begun()
         finally:
             self._held = False
-
-    def _is_stepped(self) -> bool:
-        """Whether responses are generated by calls of this object, and not by engines that go on by themselves."""
-        return self._trajectories is None or isinstance(self._trajectories.engine, ReferenceEngine)
-
-    def _requests(self, *, begun: bool = False) -> list[Request]:
-        """Return the requests in flight, or those whose response has tokens."""
-        return [] if self._trajectories is None else self._trajectories.engine.requests(begun=begun)
 
     def _generate_until(self, reached: Callable[[], bool], *, begun: bool = False) -> None:
         """Make steps until a condition holds, and those that a simulated schedule has before it.
@@ -513,7 +498,7 @@ class AsynchronousGenerations(Generations):
         if self._held and self._in_flight:
             self._wait()
         self._pump_episodes()
-        while self._trajectories is not None and self._schedule.goes_on(needed=not reached()):
+        while self._schedule.goes_on(needed=not reached()):
             if self._in_flight or self._send(begun=begun):
                 self._wait()
                 self._raise_error()
@@ -538,10 +523,9 @@ class AsynchronousGenerations(Generations):
 
     def _send(self, *, begun: bool = False) -> bool:
         """Let the engines go on, and return whether a request is in flight."""
-        assert self._trajectories is not None
-        requests, tokens = None, None
+        engine, requests, tokens = self._trajectories.engine, None, None
         if begun or not self._schedule.is_live:
-            requests, tokens = self._schedule.step(self._requests(begun=begun), self._trajectories.limits["max_rows"])
+            requests, tokens = self._schedule.step(engine.requests(begun=begun), self._trajectories.limits["max_rows"])
         self._in_flight = requests != [] and self._trajectories.start(requests, tokens)
         if self._in_flight:
             self.balance.sent()
@@ -549,7 +533,6 @@ class AsynchronousGenerations(Generations):
 
     def _collect(self) -> None:
         """Take the answers of the engines."""
-        assert self._trajectories is not None
         self._in_flight = False
         self._trajectories.take()
         self.balance.ended()
@@ -655,16 +638,11 @@ def learning_settings(config: PPOConfig) -> dict[str, Any]:
     return settings
 
 
-def _group_of(submitted: Submitted) -> int:
-    """Return the number of the group that a trajectory in flight belongs to."""
-    return int(str(submitted.key).partition("/")[0])
-
-
-def _sampled_by(response: Trajectory, version: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of the runs of tokens that the policy of a version sampled."""
+def _sampled_by(response: Trajectory, version: int) -> Iterator[tuple[int, int, float]]:
+    """Yield start, end and temperature of the runs of tokens that the policy of a version sampled."""
     start = 0
-    for token_version, run in groupby(response.versions):
+    for (of_run, temperature), run in groupby(zip(response.versions, response.temperatures, strict=True)):
         end = start + len([*run])
-        if token_version == version:
-            yield start, end
+        if of_run == version:
+            yield start, end, temperature
         start = end

@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mcontroller.config.imports import import_object
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, DataError
 from trainer.rewards.helper_process import served
-from trainer.rollout.trajectory import Trajectory
+from trainer.rollout.trajectory import IN_FLIGHT, Trajectory
 
 SERVER = "import sys; from trainer.rollout.episode_loop import serve_episodes; serve_episodes(int(sys.argv[1]))"
 
@@ -99,10 +99,12 @@ class EpisodeLoop:
             if number in self._tasks:
                 self._tasks[number].cancel()
             self._send("stopped", number)
-        elif values[0] in self._pending.get(number, {}):
-            trajectory, future = self._pending[number][values[0]]
+        elif values[0] in (pending := self._pending.get(number, {})):
+            trajectory, future = pending[values[0]]
+            if future.done():  # cancelled: it says so to the controller next
+                return
             if kind != "part":
-                del self._pending[number][values[0]]
+                del pending[values[0]]
             if kind == "failed":
                 future.set_exception(values[1])
             else:
@@ -120,8 +122,10 @@ class EpisodeLoop:
     def submit(self, number: int, trajectory: Trajectory, options: Mapping[str, Any]) -> asyncio.Future[Trajectory]:
         """Send a trajectory to the rollout, and return the future of its next turn."""
         request, future = self._requests[number], self.loop.create_future()
-        self._requests[number] = request + 1
         pending = self._pending[number]
+        if any(trajectory is other and not waiting.done() for other, waiting in pending.values()):
+            raise DataError(IN_FLIGHT, field="prompt")
+        self._requests[number] = request + 1
         pending[request] = trajectory, future
 
         def left(done: object) -> None:

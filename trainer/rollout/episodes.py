@@ -30,7 +30,7 @@ from trainer.data.prompts import Demonstration
 from trainer.data.tokenizers import TextTokenizer
 from trainer.rewards.helper_process import HelperProcess
 from trainer.rollout.episode_loop import SERVER, EpisodeLoop, load_episode, text_of
-from trainer.rollout.made_tokens import FAILURE_KINDS, EpisodeError, Turn, checked_trajectory
+from trainer.rollout.made_tokens import FAILURE_KINDS, EpisodeError, EpisodeTurn, checked_trajectory
 from trainer.rollout.seeds import TRAINING, count_call, seed_of
 from trainer.rollout.trajectories import TrajectoryRollout, trajectory_batch
 from trainer.rollout.trajectory import Trajectory
@@ -73,8 +73,7 @@ class _Running:
     problem: Mapping[str, Any]
     seed: int
     future: Future[Trajectory]
-    key: Any
-    turns: dict[int, Turn] = field(default_factory=dict)
+    turns: dict[int, EpisodeTurn] = field(default_factory=dict)
     alone: bool = False
     host: _Host | None = None
     deadline: float = 0.0
@@ -187,8 +186,8 @@ class Episodes:
         self.failed = self.restarted = self.replaced = 0
         self._waiting: deque[_Running] = deque()
         self._running: dict[int, _Running] = {}
-        self._made: SimpleQueue[tuple[_Running, int]] = SimpleQueue()
-        self._streams: dict[Turn, tuple[_Running, int]] = {}
+        self._made: SimpleQueue[tuple[_Running, int, EpisodeTurn]] = SimpleQueue()
+        self._streams: dict[EpisodeTurn, tuple[_Running, int]] = {}
         self._started = 0
 
     def another(self) -> Episodes:
@@ -231,23 +230,28 @@ class Episodes:
         can_begin = bool(self._waiting) and len(self._running) < self.concurrency
         return can_begin or not all(running.waits for running in self._running.values())
 
-    def start(self, problem: Mapping[str, Any], seed: int, *, key: Any = None) -> Future[Trajectory]:
+    def start(self, problem: Mapping[str, Any], seed: int) -> Future[Trajectory]:
         """Start an episode, and return the future of its trajectory; ``cancel()`` stops it at the next ``pump``.
 
         Args:
             problem: the columns of a problem, and ``prompt_ids``, the token ids of its prompt.
             seed: of the random numbers of its responses, 64 bits, signed. Its first prompt has this one; others, and
                 further branches of a response, get seeds that are mixed from it.
-            key: what the program knows it by; its request ``r`` is submitted with the key ``f"{key}/{r}"``.
 
         Raises:
             ConfigError: ``connect`` was not called.
         """
         self._connected()
         self._started += 1
-        running = _Running(self._started, problem, seed, Future(), key)
+        running = _Running(self._started, problem, seed, Future())
         self._waiting.append(running)
         return running.future
+
+    def tokens_of(self, future: Future[Trajectory]) -> int:
+        """Return how many tokens the policy has made for an episode that has not ended."""
+        unended = (*self._running.values(), *self._waiting)
+        turns = [turn for running in unended if running.future is future for turn in running.turns.values()]
+        return sum(len(turn.trajectory.tokens) - turn.before for turn in turns)
 
     def pump(self, seconds: float = 0.0) -> None:
         """Exchange messages with the episodes; wait up to ``seconds`` for one of another process."""
@@ -463,11 +467,13 @@ class Episodes:
         known = running.turns.get(request)
         if known is not None and known.context() == turn.context():
             turn = known
+        elif known is not None and known.submitted is not None:  # the episode began again, and asks otherwise
+            known.submitted.cancel()
         running.turns[request], turn.is_awaited, turn.sent = turn, True, turn.before
         if options.get("stream"):
             self._streams[turn] = running, request
         if turn.trajectory.ended and turn is known:
-            self._made.put((running, request))
+            self._made.put((running, request, turn))
         elif turn.submitted is None:
             try:
                 seed = checked_sampling({"seed": options.pop("seed", None)}).get("seed")
@@ -478,13 +484,12 @@ class Episodes:
                 del running.turns[request]
                 self._send(host, ("failed", running.number, request, error))
                 return
-            turn.submitted.key = f"{running.key}/{request}"
-            turn.submitted.add_done_callback(lambda done: self._made.put((running, request)))
+            turn.submitted.add_done_callback(lambda done: self._made.put((running, request, turn)))
 
     @staticmethod
-    def _turn(running: _Running, request: int, trajectory: Trajectory) -> Turn:
+    def _turn(running: _Running, request: int, trajectory: Trajectory) -> EpisodeTurn:
         """Return the turn of a request, with a seed that no other prompt or branch of the episode has."""
-        turn = Turn(trajectory, len(trajectory.tokens))
+        turn = EpisodeTurn(trajectory, len(trajectory.tokens))
         if not any(trajectory.mask):
             trajectory.seed = running.seed
             if running.prompts:
@@ -505,11 +510,11 @@ class Episodes:
                 self._send(running.host, ("part", running.number, request, streaming.take_unsent()))
         while True:
             try:
-                running, request = self._made.get_nowait()
+                running, request, turn = self._made.get_nowait()
             except Empty:
                 return
-            host, turn = running.host, running.turns.get(request)
-            if turn is None or host is None or not turn.is_awaited or (turn.submitted and turn.submitted.cancelled()):
+            host, is_current = running.host, running.turns.get(request) is turn
+            if host is None or not is_current or not turn.is_awaited or (turn.submitted and turn.submitted.cancelled()):
                 continue
             submitted, turn.submitted, turn.is_awaited = turn.submitted, None, False
             running.deadline = time.monotonic() + self.timeout_s

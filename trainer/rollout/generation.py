@@ -278,13 +278,7 @@ class Generations:
         """Start to generate responses with the newest weights; only a ``rollout_fn`` is waited for."""
         if self._rollout is None:
             raise ConfigError("no group generates yet: call init_workers() before train_step()", key="rollout")
-        if self._queue and len(problems) != len(self._queue[0].problems):
-            raise DataError(
-                f"a batch of {len(problems)} problems, and the one in flight has {len(self._queue[0].problems)}: with "
-                f"trainer.max_staleness={self._ahead} all batches of a run have one size",
-                rows=len(problems),
-                expected=len(self._queue[0].problems),
-            )
+        self._check_size(problems, [batch.problems for batch in self._queue])
         number = self._numbered(problems)
         self._weights.update()
         with self._stages("generate", self._rollout.generate_sequences):
@@ -294,6 +288,16 @@ class Generations:
             memory = self._stages.ask_memory([self._rollout.name])
             self._weights.wait_for(responses)
         self._queue.append(_Generation(number, problems, responses, memory))
+
+    def _check_size(self, problems: DataProto, in_flight: Sequence[DataProto]) -> None:
+        """Raise DataError unless a batch of problems has the size of those in flight."""
+        if in_flight and len(problems) != len(in_flight[0]):
+            raise DataError(
+                f"a batch of {len(problems)} problems, and one in flight has {len(in_flight[0])}: with "
+                f"trainer.max_staleness={self._ahead} all batches of a run have one size",
+                rows=len(problems),
+                expected=len(in_flight[0]),
+            )
 
     def close(self) -> None:
         """End the processes that generation started."""
@@ -312,21 +316,18 @@ class Generations:
         Raises:
             DataError: a batch was not drawn from the data set of the run, which has to draw its problems again.
         """
-        return self._generated(), self._sampling_state()
+        saved = []
+        for batch in self._queue:
+            if batch.number is None:
+                raise not_drawn()
+            saved.append(BatchInFlight(batch.number, batch.responses.slice().get()))
+        return tuple(saved), self._sampling_state()
 
     def _sampling_state(self) -> Mapping[str, Any]:
         if not self._weights.sends:
             return {}
         state: Mapping[str, Any] = self._rollout.sampling_state()[0]
         return state
-
-    def _generated(self) -> tuple[BatchInFlight, ...]:
-        saved = []
-        for batch in self._queue:
-            if batch.number is None:
-                raise not_drawn()
-            saved.append(BatchInFlight(batch.number, batch.responses.slice().get()))
-        return tuple(saved)
 
     def restore(
         self,

@@ -28,7 +28,7 @@ class EpisodeError(MControllerError):
 
 
 @dataclass(eq=False)
-class Turn:
+class EpisodeTurn:
     """What an episode asked the policy for.
 
     Attributes:
@@ -56,7 +56,7 @@ class Turn:
         return {name: getattr(self.trajectory, name)[start:] for name in names}, self.trajectory.ended
 
 
-def checked_trajectory(turns: Collection[Turn], returned: Any, limits: Mapping[str, Any]) -> Trajectory:
+def checked_trajectory(turns: Collection[EpisodeTurn], returned: Any, limits: Mapping[str, Any]) -> Trajectory:
     """Return the trajectory with log-probabilities, versions, temperatures and experts of the engine.
 
     Args:
@@ -84,7 +84,7 @@ def checked_trajectory(turns: Collection[Turn], returned: Any, limits: Mapping[s
     checked = replace(returned, log_probs=log_probs, versions=versions, temperatures=temperatures, experts=[])
     checked.score, checked.metrics = score, metrics
     tokens = checked.tokens
-    made: dict[tuple[int, ...], list[Turn]] = {}
+    made: dict[tuple[int, ...], list[EpisodeTurn]] = {}
     for turn in turns:
         if turn.trajectory.ended or turn.sent > turn.before:
             made.setdefault(turn.context(), []).append(turn)

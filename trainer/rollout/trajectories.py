@@ -11,6 +11,7 @@ import asyncio
 from array import array
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -20,10 +21,9 @@ from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError, DataError
 from trainer.columns import LOG_PROBS
 from trainer.rollout.reference_engine import ReferenceEngine
-from trainer.rollout.requests import Request, RoutedEngines
-from trainer.rollout.router import Router
+from trainer.rollout.requests import Request, RoutedEngines, Router
 from trainer.rollout.seeds import count_call, seed_of
-from trainer.rollout.trajectory import ARRAYS, Trajectory
+from trainer.rollout.trajectory import ARRAYS, IN_FLIGHT, Trajectory
 from workers.columns import HELD_OUT_BATCH, ROUTED_EXPERTS, TOKEN_TEMPERATURES
 from workers.config.sampling import OF_BATCHES, checked_setting
 from workers.generate.batch_requests import experts_of_rows
@@ -49,10 +49,7 @@ class Submitted(Request):
 
     Attributes:
         trajectory: as passed.
-        key: what the program knows it by.
     """
-
-    key: Any = None
 
     def __init__(
         self,
@@ -199,6 +196,7 @@ class TrajectoryRollout:
         self._sampled_before: int | None = None
         self._basis: dict[str, Any] = {}
         self._settings: dict[frozenset[int], Mapping[str, Any]] = {}
+        self._in_flight: WeakValueDictionary[int, Submitted] = WeakValueDictionary()
 
     def __len__(self) -> int:
         """The number of trajectories in flight."""
@@ -223,11 +221,6 @@ class TrajectoryRollout:
     def router(self) -> Router | None:
         """The router before the engines, once there was a request; None with a ``ReferenceEngine``."""
         return self.engine.router if isinstance(self.engine, RoutedEngines) else None
-
-    @property
-    def live(self) -> Sequence[Submitted]:
-        """The trajectories in flight."""
-        return [request for request in self.engine.requests() if isinstance(request, Submitted)]
 
     def submit(
         self,
@@ -256,7 +249,8 @@ class TrajectoryRollout:
 
         Raises:
             DataError: the prompt is empty or too long, a token is not in the vocabulary, the response has no room, a
-                setting is unknown, missing or invalid, or the most probable tokens are to be trained on.
+                setting is unknown, missing or invalid, the most probable tokens are to be trained on, or the trajectory
+                is in flight.
         """
         checked, vocab_size = checked_sampling(settings), self.limits["vocab_size"]
         trajectory = (
@@ -277,6 +271,7 @@ class TrajectoryRollout:
             seed = self._next_seed() if trajectory.seed is None or is_copy else trajectory.seed
         trajectory.seed, trajectory.seeded, trajectory.ended = seed, id(trajectory), ""
         submitted = Submitted(self, trajectory, limit, room, stops, settings_of_all, temperature, seed, streams=stream)
+        self._in_flight[id(trajectory)] = submitted
         self.engine.start(submitted)
         return submitted
 
@@ -288,7 +283,8 @@ class TrajectoryRollout:
         if missing := [name for name in ("eos_token_id", "pad_token_id") if name not in settings]:
             text = f"a request has no {' and no '.join(missing)}: pass it to submit or to TrajectoryRollout"
             raise DataError(text, missing=missing)
-        settings["eos_token_id"] = sorted({*_token_ids(settings["eos_token_id"]), *stops})
+        eos = settings["eos_token_id"]
+        settings["eos_token_id"] = sorted({eos, *stops} if isinstance(eos, int) else {*eos, *stops})
         if not changes:
             self._settings[stops] = settings
         return settings
@@ -347,6 +343,9 @@ class TrajectoryRollout:
         return seed_of(self.seed, "submit", self._sampled_before, self.submissions)
 
     def _check(self, trajectory: Trajectory, limit: int) -> None:
+        before = self._in_flight.get(id(trajectory))
+        if before is not None and not before.done():
+            raise DataError(IN_FLIGHT, field="prompt")
         length, most = len(trajectory.prompt), self.limits["prompt_length"]
         for tokens in (trajectory.prompt, trajectory.tokens):
             least_and_greatest = [min(tokens, default=0), max(tokens, default=0)]
@@ -443,7 +442,3 @@ def _response_length(sampling: Mapping[str, Any], limits: Mapping[str, Any]) -> 
             value=value,
         )
     return length
-
-
-def _token_ids(value: int | Sequence[int]) -> list[int]:
-    return [value] if isinstance(value, int) else list(value)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 ARRAYS = {"prompt": "q", "tokens": "q", "mask": "b", "log_probs": "d", "versions": "q", "temperatures": "d"}
 """The type codes of the arrays of a trajectory."""
+IN_FLIGHT = "submit: the trajectory is in flight: wait for its turn, or submit a copy, which is another branch"
 
 
 @dataclass

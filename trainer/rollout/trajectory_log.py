@@ -29,6 +29,7 @@ from trainer.rollout.trajectory import ARRAYS, Trajectory
 TRAJECTORIES = "trajectories"
 """The directory of the record, in that of the checkpoints."""
 ENDS = ("", "stop", "turn", "length", "environment", *FAILURE_KINDS, "max_tokens")
+_DAMAGES = (ValueError, LookupError, TypeError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
 
 _logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ def write(path: Path, taken: Taken) -> None:
         "run_starts": first.astype(np.int64),
         "run_versions": columns["versions"][first].astype(np.int32),
         "run_masks": columns["mask"][first],
-        "run_temperatures": columns["temperatures"][first].astype(np.float32),
+        "run_temperatures": columns["temperatures"][first],
         **({"experts": np.concatenate(experts)} if experts else {}),
     }
     partial = path.with_suffix(".part")
@@ -234,16 +235,7 @@ def read(path: Path) -> Taken:
         for response, outcome in zip(taken.responses, outcomes, strict=False):
             response.score, response.metrics = outcome
         return taken
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        OSError,
-        EOFError,
-        RuntimeError,
-        zlib.error,
-        zipfile.BadZipFile,
-    ) as error:
+    except _DAMAGES as error:
         raise DataError(
             f"{path} is damaged: {error}. Restore it; or, to resume, delete it and the files after it, so that their "
             "responses are generated again",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from collections.abc import Mapping
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 from mcontroller.errors import ConfigError
-from tests.trainer.rollout.engine import CALL, RESPONSE, Tools, a_rollout, next_token
+from tests.trainer.rollout.engine import CALL, RESPONSE, Tools, a_rollout, next_token, whole
 from trainer import Trajectory
+from trainer.rollout.episode_loop import EpisodeLoop
 from trainer.rollout.episodes import EpisodeError, Episodes, _Host, outcome_columns
 from trainer.rollout.trajectory_log import Taken, read, write
 
@@ -168,6 +170,52 @@ def test_a_process_lost_at_any_message_neither_loses_nor_repeats_a_turn(monkeypa
         assert metrics["episodes/failed"] == 0.0 and (metrics["episodes/restarted"] > 0) == (failing > 0)
         failing += 1
     assert total > 50
+
+
+def test_an_episode_that_begins_again_may_ask_for_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = 0
+
+    class DyingOnce(_Host):
+        def receive(self) -> list[tuple[Any, ...]]:
+            nonlocal received
+            received += 1
+            messages = super().receive()
+            if received == 2:  # its turns are in flight
+                raise EOFError
+            return messages
+
+    async def differs(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
+        begun[problem["row"]] += 1
+        made: Trajectory = await rollout.submit([*problem["prompt_ids"], begun[problem["row"]]])
+        return made
+
+    begun = [0] * 4
+    monkeypatch.setattr(Episodes, "_process", lambda episodes: DyingOnce(episodes._loop))
+    episodes = Episodes(differs, processes=0)
+    episodes.processes, episodes._hosts = 1, []
+    rollout = a_rollout()
+    episodes.connect(rollout)
+    futures = [episodes.start({"prompt_ids": [10], "row": row}, seed=7) for row in range(4)]
+    episodes.run()
+    assert [future.result(0).prompt.tolist() for future in futures] == [[10, 2]] * 4
+    assert futures[0].result().tokens.tolist() == whole([10, 2], 7) and len(rollout) == 0
+
+
+def test_an_answer_to_a_request_that_was_cancelled_is_ignored() -> None:
+    async def cancels(rollout: Any, problem: Mapping[str, Any]) -> Any:
+        waiting = problem["waiting"] = rollout.submit([3])
+        await asyncio.sleep(1000)
+        return await waiting
+
+    problem: dict[str, Any] = {}
+    loop = EpisodeLoop(cancels, None, lambda message: None)
+    loop.handle(("start", 1, problem, 0, RESPONSE))
+    loop.run(0.01)
+    problem["waiting"].cancel()
+    columns = {"tokens": [4], "log_probs": [0.0], "versions": [0], "temperatures": [1.0]}
+    loop.handle(("made", 1, 0, (columns, "stop")))
+    loop.close()
+    assert problem["waiting"].cancelled()
 
 
 def test_functions_that_cannot_be_episodes_are_rejected() -> None:

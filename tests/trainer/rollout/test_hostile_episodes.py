@@ -156,6 +156,15 @@ async def changes_what_is_in_flight(rollout: Any) -> Any:
     return await future
 
 
+async def submits_twice(rollout: Any) -> Any:
+    made = Trajectory(GOOD)
+    first = rollout.submit(made)
+    with pytest.raises(DataError):
+        rollout.submit(made)
+    await first
+    raise ValueError("as expected")
+
+
 async def cancels_itself(rollout: Any) -> Any:
     raise asyncio.CancelledError
 
@@ -205,6 +214,7 @@ BEHAVIORS: dict[str, Callable[[Any], Any]] = {
     "recursion": raises(RecursionError()),
     "vocabulary": replies_outside_of_the_vocabulary,
     "in flight": changes_what_is_in_flight,
+    "twice": submits_twice,
     "cancels": cancels_itself,
     "task": exits_in_a_task,
     "unknown message": sends("hello"),

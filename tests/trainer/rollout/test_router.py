@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import socket
 import threading
@@ -21,7 +22,7 @@ from tests.trainer.rollout.engine import EOS, SAMPLING, Formula
 from trainer import Trajectory, TrajectoryRollout
 from trainer.rollout.episodes import Episodes
 from trainer.rollout.reference_engine import ReferenceEngine
-from trainer.rollout.router import BLOCK_TOKENS, UNEVEN, NoEngineLeft, RequestLoop, Router, prefix_blocks
+from trainer.rollout.requests import BLOCK_TOKENS, UNEVEN, NoEngineLeft, RequestLoop, Router, prefix_blocks
 from workers.config import RolloutConfig
 from workers.generate.engine_protocol import Engine, EngineLost, RequestFailed, Sampled
 from workers.generate.vllm.vllm_engine import VllmAddress
@@ -200,6 +201,50 @@ def test_an_engine_that_returns_nothing_ends_its_request_with_an_error() -> None
     assert isinstance(error, DataError) and error.field == "is_partial"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "log_probs", "versions"),
+    [(3, 3, 2), (3, 2, 3), (5, 5, 5)],
+    ids=["versions", "log-probabilities", "limit"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_one_of_each_for_every_token_or_over_the_limit_is_an_error(
+    tokens: int, log_probs: int, versions: int, stream: bool
+) -> None:
+    class Careless(SmallEngine):
+        async def generate(self, prompt: array[int], sampling: Mapping[str, Any], on_part: OnPart = None) -> Sampled:
+            made = Sampled(array("q", [3] * tokens), array("d", [-0.5] * log_probs), [(1, versions)])
+            if on_part is None:
+                return made
+            on_part(made)
+            return Sampled(array("q"), array("d"), [], is_partial=True)
+
+    submitted = rollout_with(Careless()).submit([3], max_tokens=4, stream=stream)
+    error = submitted.exception(10)
+    assert isinstance(error, DataError) and (error.field, error.length) == ("tokens", tokens)
+    assert not submitted.trajectory.tokens
+
+
+def test_an_engine_that_cancels_a_request_by_itself_fails_it() -> None:
+    class Cancels(SmallEngine):
+        async def generate(self, prompt: array[int], sampling: Mapping[str, Any], on_part: OnPart = None) -> Sampled:
+            raise asyncio.CancelledError
+
+    rollout = rollout_with(Cancels())
+    assert isinstance(rollout.submit([3]).exception(10), RequestFailed) and len(rollout) == 0
+
+
+def test_a_trajectory_in_flight_is_not_submitted_again() -> None:
+    rollout, trajectory = rollout_with(SmallEngine(), driven=True), Trajectory([3])
+    first, other = rollout.submit(trajectory, max_tokens=2), rollout.submit(copy.deepcopy(trajectory), max_tokens=2)
+    with pytest.raises(DataError) as caught:
+        rollout.submit(trajectory)
+    assert caught.value.field == "prompt"
+    while not (first.done() and other.done()):
+        rollout.advance()
+    assert first.result(0).tokens.tolist() == other.result(0).tokens.tolist() == [1, EOS]
+    assert rollout.submit(trajectory, max_tokens=2).cancel()
+
+
 def test_a_request_that_is_cancelled_ends_in_the_engine() -> None:
     engine = SmallEngine()
     rollout = rollout_with(engine)
@@ -210,7 +255,7 @@ def test_a_request_that_is_cancelled_ends_in_the_engine() -> None:
     assert submitted.cancel()
     while not engine.cancelled:
         pass
-    assert len(rollout.live) == 0
+    assert len(rollout) == 0
 
 
 def test_tasks_that_are_left_on_a_loop_end_with_it() -> None:

@@ -76,7 +76,9 @@ class ChatCompletions:
             content = []
             for token, log_prob in zip(turn.tokens[start:], turn.log_probs[start:], strict=True):
                 text = self._tokenizer.decode([token])
-                content.append({"token": text, "logprob": log_prob, "bytes": [*text.encode()], "top_logprobs": []})
+                is_part = "\N{REPLACEMENT CHARACTER}" in text  # of a character: the tokenizer does not know its bytes
+                read = None if is_part else [*text.encode()]
+                content.append({"token": text, "logprob": log_prob, "bytes": read, "top_logprobs": []})
             logprobs = {"content": content, "refusal": None}
         return {"index": turn.index, **said, "finish_reason": reason, "logprobs": logprobs}
 

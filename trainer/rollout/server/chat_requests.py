@@ -84,7 +84,7 @@ class Fields(BaseModel):
         return self.model_dump(exclude_none=True)
 
 
-class Request(Fields):
+class ApiRequest(Fields):
     """The fields that the requests of all APIs have."""
 
     model: Name = "policy"
@@ -183,7 +183,7 @@ class StreamOptions(Fields):
     include_usage: bool = False
 
 
-class ChatRequest(Request):
+class ChatRequest(ApiRequest):
     """A request for chat completions.
 
     Attributes:

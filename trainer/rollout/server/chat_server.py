@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import itertools
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -32,7 +31,8 @@ class ChatServer:
     """Serves chat completions with tools on this machine, to clients that have the key of a session.
 
     Args:
-        rollout: generates the turns. If it is not ``driven``, the requests make its steps. None: each session has one.
+        rollout: generates the turns. The requests make the steps of a
+                ``ReferenceEngine``, unless it is ``driven``. None: each session has one.
         tokenizer: its chat template renders the messages.
         tool_calls: how the policy writes tool calls: a name of ``tool_format``, or a format.
         vllm_python: see ``tool_format``.
@@ -86,7 +86,7 @@ class ChatServer:
         Args:
             name: of the session, for messages: letters, digits, ``-``, ``_`` and ``.``.
             seed: of the random numbers of its responses, 64 bits, signed. None: the rollout gives each one.
-            rollout: generates its turns: an object with ``submit`` and ``driven``. None: the server's.
+            rollout: generates its turns: an object with ``submit`` and ``stepped``. None: the server's.
 
         Raises:
             DataError: a session of this name is open, it has other characters, or too many sessions are open.
@@ -102,9 +102,10 @@ class ChatServer:
         rollout = self.rollout if rollout is None else rollout
         session = ChatSession(rollout, self.tokenizer, self.tool_format, name, seed)
         is_name = re.fullmatch(r"[\w.-]+", name)
-        if not is_name or self._sessions.setdefault(name, session) is not session:
+        if not is_name or any(name == other.name for other in list(self._sessions.values())):
             problem = "is open" if is_name else "is not of letters, digits, -, _ and ."
             raise DataError(f"session {name!r} {problem}: give each trajectory a session of its own", session=name)
+        self._sessions[session.api_key] = session
         return session
 
     def close(self) -> None:
@@ -114,14 +115,11 @@ class ChatServer:
         self._http.close()
 
     def _session_of(self, api_key: str) -> ChatSession:
-        for session in list(self._sessions.values()):
-            if secrets.compare_digest(session.api_key.encode(), api_key.encode()) and not session.is_closed:
-                return session
-        reject(
-            "the API key is not that of an open session: pass the api_key of the session that ChatServer.open returned",
-            status=401,
-            code="invalid_api_key",
-        )
+        session = self._sessions.get(api_key)
+        if session is None or session.is_closed:
+            text = "the API key is not that of an open session: pass api_key of the session of ChatServer.open"
+            reject(text, status=401, code="invalid_api_key")
+        return session
 
 
 class AgentEpisode:
@@ -191,7 +189,7 @@ class AgentEpisode:
 class _FromThreads:
     """The rollout of an episode, for the threads of a server."""
 
-    driven = True
+    stepped = None
 
     def __init__(self, rollout: EpisodeRollout) -> None:
         self._rollout, self._loop = rollout, asyncio.get_running_loop()

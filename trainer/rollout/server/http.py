@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import uvicorn
 from starlette.applications import Starlette
@@ -33,6 +34,7 @@ from trainer.rollout.server.messages_api import Messages
 from trainer.rollout.server.request_error import RequestError, reject
 from trainer.rollout.server.responses_api import Responses
 from trainer.rollout.server.sessions import ChatSession, Turn
+from trainer.rollout.trajectories import TrajectoryRollout
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class HttpServer:
         timeout_s: float,
     ) -> None:
         self._session_of, self._tokenizer, self._max_body, self._timeout_s = session_of, tokenizer, max_body, timeout_s
-        self._advancing = asyncio.Lock()
+        self._steps: WeakKeyDictionary[TrajectoryRollout, asyncio.Task[None]] = WeakKeyDictionary()
         routes = [
             Route(folder + path, partial(self._answer, api), methods=["POST"])
             for path, api in APIS.items()
@@ -144,9 +146,16 @@ class HttpServer:
             return Response()  # which nobody gets
 
     async def _progress(self, session: ChatSession, turns: Sequence[Turn], running: ExitStack) -> AsyncGenerator[Turn]:
-        async for turn in session.generate(turns, self._advancing, timeout_s=self._timeout_s):
+        async for turn in session.generate(turns, self._advance, timeout_s=self._timeout_s):
             yield turn
         running.close()  # so that the client can send its next request at once
+
+    async def _advance(self, rollout: TrajectoryRollout) -> None:
+        """Make a step for all sessions that wait for one, or wait for the one in flight."""
+        step = self._steps.get(rollout)
+        if step is None or step.done():
+            step = self._steps[rollout] = asyncio.create_task(asyncio.to_thread(rollout.advance))
+        await asyncio.shield(step)  # which the others wait for too
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()

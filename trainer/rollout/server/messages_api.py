@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from trainer.data.tokenizers import TextTokenizer
 from trainer.rollout.server.chat_api import event
-from trainer.rollout.server.chat_requests import ChatRequest, Fields, Limit, Name, Request, Stops, Text
+from trainer.rollout.server.chat_requests import ApiRequest, ChatRequest, Fields, Limit, Name, Stops, Text
 from trainer.rollout.server.sessions import Turn
 
 _TEXT = {"type": "text", "text": ""}
@@ -45,7 +45,7 @@ class _Tool(Fields):
     input_schema: dict[str, Any] | None = None
 
 
-class MessagesRequest(Request):
+class MessagesRequest(ApiRequest):
     """A request of the Messages API."""
 
     ignored = ("cache_control", "container", "context_management", "metadata", "service_tier")

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from trainer.data.tokenizers import TextTokenizer
 from trainer.rollout.server.chat_api import event
-from trainer.rollout.server.chat_requests import ChatRequest, Fields, Function, Limit, Request, Stops, Text
+from trainer.rollout.server.chat_requests import ApiRequest, ChatRequest, Fields, Function, Limit, Stops, Text
 from trainer.rollout.server.sessions import Turn
 
 
@@ -32,7 +32,7 @@ class _Tool(Function):
     type: Literal["function"]
 
 
-class ResponsesRequest(Request):
+class ResponsesRequest(ApiRequest):
     """A request of the Responses API."""
 
     ignored = (

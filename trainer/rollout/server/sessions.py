@@ -12,7 +12,7 @@ import secrets
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
-"""[s] Time between two looks at the tokens of a stream, if the program drives the rollout."""
+"""[s] Time between two looks at the tokens of a stream."""
 
 
 @dataclass(eq=False)
@@ -101,11 +101,15 @@ class Turn:
         if self.stopped_at is not None or len(made) == len(self.tokens):
             return
         self.tokens, self.text = made, tokenizer.decode(made)
-        places = [(place, stop) for stop in self.request.stop if (place := self.text.find(stop)) >= 0]
-        if places:
-            place, stop = min(places)
-            count = 1 + bisect_left(range(1, len(made)), True, key=lambda count: stop in tokenizer.decode(made[:count]))
-            self.tokens, self.text, self.stopped_at = made[:count], self.text[:place], stop
+        ends = []
+        for stop in self.request.stop:
+            if (place := self.text.find(stop)) >= 0:
+                counts = range(1, len(made))
+                count = 1 + bisect_left(counts, True, key=lambda count: stop in tokenizer.decode(made[:count]))
+                ends.append((count, place, stop))
+        if ends:
+            count, place, self.stopped_at = min(ends)  # the first one, however many tokens have arrived at once
+            self.tokens, self.text = made[:count], self.text[:place]
 
     def next_text(self) -> str:
         """Return the text that can be sent: it is neither in a stop text nor in a tool call, however it goes on."""
@@ -300,13 +304,13 @@ class ChatSession:
         raise errors[0]
 
     async def generate(
-        self, turns: Sequence[Turn], advancing: asyncio.Lock, *, timeout_s: float
+        self, turns: Sequence[Turn], advance: Callable[[Any], Awaitable[None]], *, timeout_s: float
     ) -> AsyncIterator[Turn]:
         """Yield turns that have new tokens, or have ended, until all have; then record the conversations.
 
         Args:
             turns: of ``submit``.
-            advancing: held by the request that makes a step, if the program does not drive the rollout.
+            advance: makes a step of a rollout whose engine does nothing by itself, or waits for the one in flight.
             timeout_s: [s] the longest time of all turns.
 
         Raises:
@@ -318,7 +322,13 @@ class ChatSession:
         until, pending = time.monotonic() + timeout_s, list(turns)
         is_watched = turns[0].request.stream or bool(turns[0].request.stop)
         while pending:
-            await self._progress(pending, advancing, changed, POLL_S if is_watched else until - time.monotonic())
+            if self.rollout.stepped is None:
+                with contextlib.suppress(TimeoutError):
+                    left = POLL_S if is_watched else max(until - time.monotonic(), 0.0)
+                    await asyncio.wait_for(changed.wait(), left)
+                changed.clear()
+            elif not any(turn.submitted.done() for turn in pending):
+                await advance(self.rollout)
             for turn in [*pending]:
                 is_done = turn.submitted.done()
                 if is_done:
@@ -335,19 +345,6 @@ class ChatSession:
         place = len(self.conversations) if self._parent is None else self.conversations.index(self._parent)
         self.conversations[place : place + 1] = [turn.conversation for turn in turns]
         self._turns = []
-
-    async def _progress(
-        self, pending: Sequence[Turn], advancing: asyncio.Lock, changed: asyncio.Event, timeout_s: float
-    ) -> None:
-        """Wait for a turn to end or a step to be made: if nobody else makes steps, one request at a time does."""
-        if self.rollout.driven:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), max(timeout_s, 0.0))
-            changed.clear()
-            return
-        async with advancing:
-            if not any(turn.submitted.done() for turn in pending):
-                await asyncio.to_thread(self.rollout.advance)
 
     def _raise_failure(self, submitted: Future[Trajectory]) -> None:
         if self.is_closed:

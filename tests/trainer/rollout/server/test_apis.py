@@ -120,6 +120,64 @@ def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(
     assert len(made.mask) == len(made.log_probs) == len(made.versions) == len(made.tokens)
 
 
+class Letters(Characters):
+    """A token per byte of UTF-8."""
+
+    def encode(self, text: str) -> list[int]:
+        return [2 + byte for byte in text.encode()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(number - 2 for number in ids if number > END).decode(errors="replace")
+
+
+class Writes:
+    """A rollout whose policy writes a text, a number of tokens at a time."""
+
+    stepped = None
+
+    def __init__(self, text: str, size: int) -> None:
+        self.tokens, self.size = [*Letters().encode(text), END], size
+
+    def submit(self, trajectory: Trajectory, **options: Any) -> Future[Trajectory]:
+        future: Future[Trajectory] = Future()
+
+        def write() -> None:
+            for start in range(0, len(self.tokens), self.size):
+                part = self.tokens[start : start + self.size]
+                trajectory.sampled(part, [-0.5] * len(part))
+                time.sleep(0.03)  # longer than between two looks at a stream
+            trajectory.ended = "stop"
+            if not future.cancelled():
+                future.set_result(trajectory)
+
+        threading.Thread(target=write).start()
+        return future
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_the_stop_text_that_is_complete_first_ends_a_turn_however_many_tokens_arrive_at_once(
+    serve: Callable[..., ChatServer], size: int
+) -> None:
+    server = serve()
+    server.tokenizer = Letters()
+    server._http._tokenizer = Letters()
+    session = server.open("a", rollout=Writes("xabcd", size))
+    answer = post(session, server, messages=ASK, stop=["abc", "b"]).json()["choices"][0]
+    (made,) = session.close()
+    assert answer["message"]["content"] == "xa" and made.tokens.tolist() == Letters().encode("xab")
+
+
+def test_a_token_that_is_a_part_of_a_character_has_no_bytes(serve: Callable[..., ChatServer]) -> None:
+    server = serve()
+    server.tokenizer = Letters()
+    server._http._tokenizer = Letters()
+    session = server.open("a", rollout=Writes("\u20ac!", 1))
+    choices = [chunk["choices"][0] for chunk in events(post(session, server, messages=ASK, stream=True, logprobs=True))]
+    assert [choice["delta"].get("content") for choice in choices] == ["", "\u20ac", "!", None]
+    entries = [entry["bytes"] for choice in choices for entry in choice["logprobs"]["content"]]
+    assert entries == [None, None, None, [ord("!")], []]
+
+
 def test_choices_are_trajectories_of_which_any_can_go_on(serve: Callable[..., ChatServer]) -> None:
     server = serve()
     session = server.open("a", seed=3)
@@ -264,7 +322,7 @@ def test_a_prompt_longer_than_the_context_is_rejected_before_a_stream_begins(ser
 class Waiting:
     """A rollout whose turns end when the test says."""
 
-    driven = True
+    stepped = None
 
     def __init__(self) -> None:
         self.submitted: list[tuple[Trajectory, Future[Trajectory]]] = []
@@ -457,6 +515,7 @@ def test_a_stream_has_the_tokens_of_an_engine_while_it_generates(in_episode: boo
         episodes.run()
         made = future.result()
     else:
+        rollout.advance = None  # type: ignore[method-assign,assignment]  # nobody has to make its steps
         server = ChatServer(rollout, Characters())
         session = server.open("a")
         asyncio.run(read_stream(server.base_url, session.api_key, {}))

@@ -250,7 +250,7 @@ def test_a_group_that_fails_ends_the_session_and_not_the_server(serve: Callable[
     session, other = server.open("a"), server.open("b")
 
     class Broken:
-        driven = True
+        stepped = None
 
         def submit(self, trajectory: Trajectory, **options: Any) -> Future[Trajectory]:
             failed: Future[Trajectory] = Future()
@@ -372,7 +372,7 @@ def test_a_client_that_disconnects_cancels_its_trajectory(serve: Callable[..., C
         until = time.monotonic() + 30
         while not len(server.rollout) and time.monotonic() < until:
             time.sleep(0.01)
-        (submitted,) = server.rollout.live
+        (submitted,) = server.rollout.engine.requests()
         with pytest.raises(Rejected) as rejected:
             with_urllib(server.base_url, session.api_key, messages=ASK)
         assert rejected.value.status == 400 and not submitted.done()
@@ -398,7 +398,7 @@ def test_a_session_that_is_closed_cancels_its_request(serve: Callable[..., ChatS
         until = time.monotonic() + 30
         while not len(server.rollout) and time.monotonic() < until:
             time.sleep(0.01)
-        (submitted,) = server.rollout.live
+        (submitted,) = server.rollout.engine.requests()
         with pytest.raises(DataError) as caught:
             session.close()
         assert caught.value.session == "a"

@@ -43,7 +43,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.",
 class Scripted:
     """A rollout whose policy writes ``text``."""
 
-    driven, text = True, ""
+    stepped, text = None, ""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         self.tokenizer = tokenizer
