@@ -4,7 +4,8 @@ NCCL supports lists of unequal shapes, sums of booleans and sums of scaled value
 and its bridges rely; gloo does not. They are made of collectives that gloo computes correctly; the first two are
 complete when they return, with ``async_op`` too. Megatron may free an output of a pipeline stage while it is sent
 (``deallocate_pipeline_outputs``); gloo sends it later from that memory, so a send keeps it. NCCL rejects tensors that
-are not contiguous; gloo returns wrong values for some, without an error (torch 2.13). They are rejected here too.
+are not contiguous, and sends their memory in another order; gloo returns wrong values for some, without an error
+(torch 2.13). They are rejected here too.
 """
 
 from __future__ import annotations
@@ -108,10 +109,11 @@ def _factor(op: Any) -> Any:
 
 def _isend(collective: _Collective) -> _Collective:
     """Send a tensor that shares the memory: a caller who sets the data of its own would free what is still sent."""
+    contiguous = _contiguous_only(collective)
 
     @functools.wraps(collective)
     def patched(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return collective(tensor.detach(), *args, **kwargs)
+        return contiguous(tensor.detach(), *args, **kwargs)
 
     return patched
 
@@ -160,6 +162,7 @@ _PATCHES: dict[str, Callable[[_Collective], _Collective]] = {
     "all_to_all_single": _contiguous_only,
     "all_reduce": _all_reduce,
     "isend": _isend,
+    "irecv": _contiguous_only,
     "scatter": _scatter,
     "all_gather": _all_gather,
 }

@@ -464,5 +464,6 @@ def _positions(simulation: Simulation) -> dict[int, Position]:
 
 
 def _without_keys(simulation: Simulation, positions: dict[int, Position]) -> tuple[str, tuple[int, ...]]:
-    keys = sorted({str(simulation.ranks[rank].waits_for) for rank in positions})
-    return f"no rank will set the keys of {', '.join(keys)}", tuple(positions)
+    waiting = {rank: simulation.ranks[rank].waits_for for rank in positions}
+    ranks = tuple(rank for rank, what in waiting.items() if isinstance(what, KeyWait))
+    return f"no rank will set the keys of {', '.join(sorted({str(waiting[rank]) for rank in ranks}))}", ranks

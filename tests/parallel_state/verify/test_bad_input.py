@@ -171,7 +171,7 @@ def test_interleaved_stages_need_enough_micro_batches() -> None:
     assert "a multiple of pp=2 micro-batches on each data-parallel rank, and have 1; set micro_batches" in message
 
 
-@pytest.mark.parametrize("text", ["tp2", "tpp=2", "tp=two", "sp", "vpp=2", "tp=2,ep=3,dp=2"])
+@pytest.mark.parametrize("text", ["tp2", "tpp=2", "tp=two", "sp", "vpp=2", "tp=2,ep=3,dp=2", "tp=2,tp=4", "tp=2,sp,sp"])
 def test_texts_that_are_no_layouts_are_rejected(text: str) -> None:
     with pytest.raises(VerifyError) as caught:
         parse_layout(text)
@@ -179,8 +179,8 @@ def test_texts_that_are_no_layouts_are_rejected(text: str) -> None:
 
 
 def test_a_layout_has_the_fewest_ranks_that_it_allows() -> None:
-    sizes = {text: parse_layout(text).layout.world_size for text in ("tp=2,pp=2", "tp=2,ep=2", "tp=2,ep=2,etp=1")}
-    assert sizes == {"tp=2,pp=2": 4, "tp=2,ep=2": 4, "tp=2,ep=2,etp=1": 2}
+    expected = {"tp=2,pp=2": 4, "tp=2,ep=2": 4, "tp=2,ep=2,etp=1": 2, "tp=4,ep=6,etp=1": 12, "pp=8,ep=128": 1024}
+    assert {text: parse_layout(text).layout.world_size for text in expected} == expected
 
 
 def test_all_layouts_are_legal_and_no_larger_than_asked_for() -> None:

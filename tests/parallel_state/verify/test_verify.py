@@ -220,6 +220,22 @@ def test_a_module_that_differs_is_located_before_what_it_feeds(moe: Verifier) ->
     assert outcome.place.note == "is 2 times that of one process"
 
 
+def test_activations_that_are_computed_again_are_of_their_micro_batch() -> None:
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    verifier = Verifier(smaller(GPT, num_layers=4, micro_batches=4, **recompute), steps=1)
+    forward = mlp.MLP.forward
+
+    def doubled(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, bias = forward(self, hidden, *args, **kwargs)
+        is_last_stage = self.config.pipeline_model_parallel_size == 1 or torch.distributed.get_rank() == 1
+        return output * (2.0 if is_last_stage else 1.0), bias
+
+    verifier.records(1)
+    outcome = outcome_of(verifier, "pp=2", mlp.MLP, "forward", doubled)
+    assert outcome.place is not None
+    assert (outcome.place.module, outcome.place.micro_batch) == ("decoder.layers.2.mlp", 0)
+
+
 def test_an_error_in_one_layout_is_its_outcome(gpt: Verifier) -> None:
     def diverging(*args: Any, **kwargs: Any) -> None:
         if torch.distributed.get_rank():
@@ -285,4 +301,4 @@ def test_a_fault_of_packed_rows_under_cp_is_located() -> None:
     verifier = Verifier(smaller(PACKED), steps=1)
     verifier.records(1)
     outcome = outcome_of(verifier, "cp=2", mlp.MLP, "forward", doubled)
-    assert outcome.place is not None and outcome.place.module == "decoder.layers.0"
+    assert outcome.place is not None and outcome.place.module == "decoder.layers.0.mlp"
