@@ -11,7 +11,7 @@ are not contiguous, and sends their memory in another order; gloo returns wrong 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -135,7 +135,7 @@ def _all_gather(collective: _Collective) -> _Collective:
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
         _check_contiguous("all_gather", [tensor])
-        if _equal_shapes(tensor_list):
+        if len({part.shape for part in tensor_list}) <= 1:
             return collective(tensor_list, tensor, group=group, async_op=async_op)
         for rank, part in enumerate(tensor_list):
             if rank == dist.get_rank(group):
@@ -144,10 +144,6 @@ def _all_gather(collective: _Collective) -> _Collective:
         return _CompletedWork() if async_op else None
 
     return patched
-
-
-def _equal_shapes(tensors: Sequence[torch.Tensor]) -> bool:
-    return len({tensor.shape for tensor in tensors}) <= 1
 
 
 _PATCHES: dict[str, Callable[[_Collective], _Collective]] = {

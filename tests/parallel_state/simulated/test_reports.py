@@ -160,9 +160,18 @@ def test_polling_for_ever_is_a_deadlock() -> None:
             ),
             "different splits",
         ),
-        (
-            lambda odd: dist.all_gather_into_tensor(torch.zeros(9 if odd else 8), torch.zeros(2)),
-            "the tensors of one call do not fit together",
+        (lambda odd: dist.all_to_all([torch.zeros(2)] * 4, [torch.zeros(2 + odd)] * 4), "different splits"),
+        *(
+            (call, "the tensors of one call do not fit together")
+            for call in (
+                lambda odd: dist.all_gather_into_tensor(torch.zeros(9 if odd else 8), torch.zeros(2)),
+                lambda odd: dist.all_gather_into_tensor(
+                    torch.zeros(8), torch.zeros(2, dtype=torch.bfloat16 if odd else None)
+                ),
+                lambda odd: dist.reduce_scatter(torch.zeros(3 if odd else 2), [torch.zeros(2)] * 4),
+                lambda odd: dist.gather(torch.zeros(2), [torch.zeros(2 + odd)] * 4 if rank_in(2) else None, dst=2),
+                lambda odd: dist.all_to_all([torch.zeros(2)] * (3 if odd else 4), [torch.zeros(2)] * 4),
+            )
         ),
     ],
 )
