@@ -4,13 +4,14 @@ NCCL supports lists of unequal shapes, sums of booleans and sums of scaled value
 and its bridges rely; gloo does not. They are made of collectives that gloo computes correctly; the first two are
 complete when they return, with ``async_op`` too. Megatron may free an output of a pipeline stage while it is sent
 (``deallocate_pipeline_outputs``); gloo sends it later from that memory, so a send keeps it. NCCL rejects tensors that
-are not contiguous; gloo returns wrong values for some, without an error (torch 2.13). They are rejected here too.
+are not contiguous, and sends their memory in another order; gloo returns wrong values for some, without an error
+(torch 2.13). They are rejected here too.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -108,10 +109,11 @@ def _factor(op: Any) -> Any:
 
 def _isend(collective: _Collective) -> _Collective:
     """Send a tensor that shares the memory: a caller who sets the data of its own would free what is still sent."""
+    contiguous = _contiguous_only(collective)
 
     @functools.wraps(collective)
     def patched(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return collective(tensor.detach(), *args, **kwargs)
+        return contiguous(tensor.detach(), *args, **kwargs)
 
     return patched
 
@@ -133,7 +135,7 @@ def _all_gather(collective: _Collective) -> _Collective:
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
         _check_contiguous("all_gather", [tensor])
-        if _equal_shapes(tensor_list):
+        if len({part.shape for part in tensor_list}) <= 1:
             return collective(tensor_list, tensor, group=group, async_op=async_op)
         for rank, part in enumerate(tensor_list):
             if rank == dist.get_rank(group):
@@ -142,10 +144,6 @@ def _all_gather(collective: _Collective) -> _Collective:
         return _CompletedWork() if async_op else None
 
     return patched
-
-
-def _equal_shapes(tensors: Sequence[torch.Tensor]) -> bool:
-    return len({tensor.shape for tensor in tensors}) <= 1
 
 
 _PATCHES: dict[str, Callable[[_Collective], _Collective]] = {
@@ -160,6 +158,7 @@ _PATCHES: dict[str, Callable[[_Collective], _Collective]] = {
     "all_to_all_single": _contiguous_only,
     "all_reduce": _all_reduce,
     "isend": _isend,
+    "irecv": _contiguous_only,
     "scatter": _scatter,
     "all_gather": _all_gather,
 }

@@ -102,7 +102,7 @@ def patch_cuda() -> None:
     torch.cuda.nvtx.range_push = _nothing()
     torch.cuda.nvtx.range_pop = _nothing()
     torch.Tensor.cuda = _tensor_to_device  # type: ignore[method-assign, assignment]
-    torch.Tensor.pin_memory = _return_self()  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]
     torch.nn.Module.cuda = _module_to_device  # type: ignore[method-assign, assignment]
 
@@ -130,7 +130,7 @@ def _replacements() -> dict[str, Any]:
         "get_device_properties": lambda device=None: _PROPERTIES,
     }
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        replacements[name] = _zero()
+        replacements[name] = lambda *args, **kwargs: 0
     for name in ("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"):
         replacements[name] = _nothing()
     return replacements
@@ -159,11 +159,3 @@ def _module_to_device(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch
 # Each name needs its own function object: torch.compile looks up its trace rules by the identity of a function.
 def _nothing() -> Callable[..., None]:
     return lambda *args, **kwargs: None
-
-
-def _zero() -> Callable[..., int]:
-    return lambda *args, **kwargs: 0
-
-
-def _return_self() -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: self

@@ -42,14 +42,18 @@ class ValuesRead:
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the value of a tensor; None if it is not known."""
-    return getattr(tensor, "known", None) if tensor.is_meta else tensor
+    if not tensor.is_meta:
+        return tensor
+    value: torch.Tensor | None = getattr(tensor, "known", None)
+    return None if value is None or hasattr(value.untyped_storage(), "forgotten") else value
 
 
 def set_value(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Set or forget the value of a tensor without memory."""
+    """Set the value of a tensor without memory; or forget it, with those of all tensors that share its memory."""
     if value is not None:
         tensor.known = value  # type: ignore[attr-defined]
     elif hasattr(tensor, "known"):
+        tensor.known.untyped_storage().forgotten = True
         del tensor.known
 
 

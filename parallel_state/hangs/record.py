@@ -36,7 +36,7 @@ RING_AT, SLOT, DIMS = 8, 16, 5
 _CHANNEL, _CHANNELS = 8, 512
 _CHANNELS_AT = RING_AT + RING * SLOT
 _TEXTS_AT = 8 * (_CHANNELS_AT + _CHANNELS * _CHANNEL)
-_TEXT_BYTES = 1 << 19
+_TEXT_BYTES = 1 << 22
 _LENGTH = struct.Struct("<q")
 
 KINDS = ("collective", "send", "recv")
@@ -80,7 +80,7 @@ class RecordMemory:
         return offset
 
     def channel(self, kind: str, group: RecordedGroup, peer: int, tag: int) -> int | None:
-        """Add a channel and return the index of its count; None if there are too many.
+        """Add a channel and return the index of its count; None if there is no room for it.
 
         Args:
             kind: one of ``KINDS``.
@@ -88,11 +88,11 @@ class RecordMemory:
             peer: of a transfer, the global rank of the other side; -1 for any.
             tag: of a transfer, its tag.
         """
-        if self._channels == _CHANNELS:
+        described = self.text(json.dumps([group.name, group.description, list(group.ranks), group.backend]))
+        if self._channels == _CHANNELS or described == self.unknown:
             return None
         at = _CHANNELS_AT + self._channels * _CHANNEL
-        described = [group.name, group.description, list(group.ranks), group.backend]
-        values = (0, KINDS.index(kind), self.text(json.dumps(described)), peer, tag)
+        values = (0, KINDS.index(kind), described, peer, tag)
         for index, value in enumerate(values):
             self.numbers[at + index] = value
         self._channels += 1

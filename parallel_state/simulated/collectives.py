@@ -12,7 +12,6 @@ from torch.distributed import ReduceOp
 from parallel_state.simulated.calls import Call
 from parallel_state.simulated.errors import UnsupportedError
 
-_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _KEY_NAMES = ("dtypes", "shapes", "reductions or roots")
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "SUM": torch.Tensor.add_,
@@ -29,10 +28,10 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 def reduction_name(op: Any) -> str:
     """Return the name of a ``ReduceOp``; raise UnsupportedError for one that gloo does not have either."""
     kind = getattr(op, "op", op)
-    for name in _REDUCTIONS:
+    for name in _REDUCE:
         if kind == getattr(ReduceOp, name):
             return name
-    raise UnsupportedError(f"{kind}; simulated ranks have the reductions {', '.join(_REDUCTIONS)}", ranks=())
+    raise UnsupportedError(f"{kind}; simulated ranks have the reductions {', '.join(_REDUCE)}", ranks=())
 
 
 def compute(calls: Sequence[Call]) -> None:
@@ -59,54 +58,50 @@ def mismatch(first: Call, other: Call) -> str | None:
     for name, a, b in zip(_KEY_NAMES, first.key, other.key, strict=False):
         if a != b:
             return f"different {name}"
-    if first.operation == "all_to_all":
-        return _split_mismatch(first, other, [part.numel() for part in first.inputs + other.inputs], "elements")
-    if first.operation == "all_to_all_single":
-        return _split_mismatch(first, other, [*first.options["sends"], *other.options["sends"]], "rows")
-    return None
+    return _split_mismatch(first, other) if first.operation.startswith("all_to_all") else None
 
 
-def _split_mismatch(first: Call, other: Call, sends: list[int], unit: str) -> str | None:
-    size = len(first.group.ranks)
-    for source, target, sent in ((first, other, sends[:size]), (other, first, sends[size:])):
-        expected = (
-            target.options["receives"][source.index]
-            if unit == "rows"
-            else target.outputs[source.index].numel()
-        )  # fmt: skip
-        if sent[target.index] != expected:
+def _split_mismatch(first: Call, other: Call) -> str | None:
+    for source, target in ((first, other), (other, first)):
+        sent, expected = source.options["sends"][target.index], target.options["receives"][source.index]
+        if sent != expected:
+            unit = "rows" if first.operation == "all_to_all_single" else "elements"
             return (
-                f"different splits: rank {source.rank} sends {sent[target.index]} {unit} to rank {target.rank}, which "
-                f"expects {expected}"
+                f"different splits: rank {source.rank} sends {sent} {unit} to rank {target.rank}, which expects "
+                f"{expected}"
             )
     return None
 
 
 def contradiction(call: Call) -> str | None:
     """Return why the tensors of one rank's call do not fit together; None if they do."""
-    size = len(call.group.ranks)
-    reason: str | None = None
+    size, inputs, outputs = len(call.group.ranks), call.inputs, call.outputs
     if call.operation in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        gathers = call.operation == "all_gather_into_tensor"
-        for source, output in zip(call.inputs, call.outputs, strict=True):
-            small, large = (source, output) if gathers else (output, source)
+        for source, output in zip(inputs, outputs, strict=True):
+            small, large = (source, output) if call.operation == "all_gather_into_tensor" else (output, source)
             if large.numel() != size * small.numel():
-                reason = f"{large.numel()} elements are not {size} times {small.numel()}"
+                return f"{large.numel()} elements are not {size} times {small.numel()}"
+            if source.dtype != output.dtype:
+                return f"the input is {source.dtype}, and the output {output.dtype}"
     elif call.operation == "all_gather":
-        if len(call.outputs) != size or any(output.numel() != call.inputs[0].numel() for output in call.outputs):
-            reason = f"expected {size} outputs of {call.inputs[0].numel()} elements"
+        if len(outputs) != size or any(output.numel() != inputs[0].numel() for output in outputs):
+            return f"expected {size} outputs of {inputs[0].numel()} elements"
     elif call.operation in ("gather", "scatter") and call.index == call.options["root"]:
-        parts = call.outputs if call.operation == "gather" else call.inputs
-        if len(parts) != size:
-            reason = f"the root has {len(parts)} parts for {size} ranks"
-    elif call.operation in ("all_to_all", "reduce_scatter") and len(call.inputs) != size:
-        reason = f"{len(call.inputs)} inputs for {size} ranks"
+        parts, mine = (outputs, inputs[0]) if call.operation == "gather" else (inputs, outputs[0])
+        if len(parts) != size or any(part.numel() != mine.numel() for part in parts):
+            return f"expected {size} parts of {mine.numel()} elements on the root"
+    elif call.operation == "reduce_scatter":
+        if len(inputs) != size or inputs[call.index].numel() != outputs[0].numel():
+            return f"expected {size} inputs, the one of this rank with {outputs[0].numel()} elements"
+    elif call.operation == "all_to_all":
+        if not len(inputs) == len(outputs) == size:
+            return f"{len(inputs)} inputs and {len(outputs)} outputs for {size} ranks"
     elif call.operation == "all_to_all_single":
-        for name, tensor in (("sends", call.inputs[0]), ("receives", call.outputs[0])):
+        for name, tensor in (("sends", inputs[0]), ("receives", outputs[0])):
             rows = tensor.shape[0] if tensor.dim() else 0
             if len(call.options[name]) != size or sum(call.options[name]) != rows:
-                reason = f"{name} {call.options[name]}, but the tensor has {rows} rows for {size} ranks"
-    return reason
+                return f"{name} {call.options[name]}, but the tensor has {rows} rows for {size} ranks"
+    return None
 
 
 def _reduced(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:

@@ -49,10 +49,6 @@ class SimulatedWork(dist.Work):
         """Whether all members have made their part; other ranks run first."""
         return bool(self._simulation.poll(self._call))
 
-    def is_success(self) -> bool:
-        """Whether all members have made their part."""
-        return self._call.done
-
     def exception(self) -> None:
         """Return None: a failure ends all ranks."""
 
@@ -107,13 +103,11 @@ class SimulatedGroup(dist.ProcessGroup):
         """The description passed to ``new_group``."""
         return self.shared.description
 
-    def getBackendName(self) -> str:
-        """Return the backend's name, as C++ asks for it."""
-        return "simulated"
-
     def name(self) -> str:
         """Return the backend's name."""
         return "simulated"
+
+    getBackendName = name  # the name by which C++ calls it
 
     def shutdown(self) -> None:
         """Do nothing: there is no connection."""
@@ -209,7 +203,9 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> SimulatedWork:
         """Send one tensor to each member."""
-        return self._collective("all_to_all", inputs, outputs, opts, key=(inputs[0].dtype if len(inputs) else None, ()))
+        sends, receives = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
+        key = inputs[0].dtype if len(inputs) else None, ()
+        return self._collective("all_to_all", inputs, outputs, opts, key=key, sends=sends, receives=receives)
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None

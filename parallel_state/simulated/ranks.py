@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -68,13 +69,11 @@ def run_ranks(
             return function(*args)
 
     try:
-        simulation.run({rank: lambda rank=rank: initialize(rank) for rank in range(world_size)})  # type: ignore[misc]
+        simulation.run({rank: partial(initialize, rank) for rank in range(world_size)})
         if trace is not None:
             trace.clear()
         copies = [copy.deepcopy(args) for _ in range(world_size)]
-        results = simulation.run(
-            {rank: lambda rank=rank: run(rank, copies[rank]) for rank in range(world_size)}  # type: ignore[misc]
-        )
+        results = simulation.run({rank: partial(run, rank, copies[rank]) for rank in range(world_size)})
         return [results[rank] for rank in range(world_size)]
     finally:
         simulation.close()

@@ -93,7 +93,8 @@ class Simulation:
         self._handled: dict[int, str] = {}  # by ranks that made their last call while they handled an exception
         self._with_own_modules: set[int] = set()
         self._thread_state = dict.fromkeys(range(self.world_size), (torch.get_default_device(), True))
-        self._scheduler = Scheduler(self.world_size, seed, self._switch_to, self._deadlock, self._on_error)
+        deadlock = functools.partial(_deadlock, self)
+        self._scheduler = Scheduler(self.world_size, seed, self._switch_to, deadlock, self._on_error)
         replacements = {rank: _same_on_every_rank() | self._replacements(rank) for rank in self._running}
         self._own_modules = OwnModules(modules)
         names = {owner: tuple(values) for owner, values in replacements[self._running[0]].items()}
@@ -300,10 +301,6 @@ class Simulation:
         self.close()
         raise error
 
-    def _deadlock(self) -> SimulationError:
-        text, ranks = _deadlock_text(self)
-        return Deadlock(text, ranks=ranks)
-
     def _on_error(self, rank: int, error: BaseException) -> None:
         if not isinstance(error, SimulationError):
             self.failed_rank = rank
@@ -432,13 +429,12 @@ def _same_on_every_rank() -> dict[Any, dict[str, Any]]:
 # ---- the text of a deadlock: its cause, and for every rank where it is and whom it waits for -----------------------
 
 
-def _deadlock_text(simulation: Simulation) -> tuple[str, tuple[int, ...]]:
-    """Return the message of a deadlock, and the ranks that it names as the cause."""
+def _deadlock(simulation: Simulation) -> Deadlock:
     positions = _positions(simulation)
     cause, ranks = cause_of(simulation, positions) or _without_keys(simulation, positions)
     size = len(simulation.ranks)
     head = f"{cause}\n\nnone of the {len(positions)} ranks that have not ended can go on ({size} ranks in all)"
-    return f"{head}\n\n{stories(simulation, positions)}", ranks
+    return Deadlock(f"{head}\n\n{stories(simulation, positions)}", ranks=ranks)
 
 
 def _positions_text(simulation: Simulation) -> str:
@@ -464,5 +460,6 @@ def _positions(simulation: Simulation) -> dict[int, Position]:
 
 
 def _without_keys(simulation: Simulation, positions: dict[int, Position]) -> tuple[str, tuple[int, ...]]:
-    keys = sorted({str(simulation.ranks[rank].waits_for) for rank in positions})
-    return f"no rank will set the keys of {', '.join(keys)}", tuple(positions)
+    waiting = {rank: simulation.ranks[rank].waits_for for rank in positions}
+    ranks = tuple(rank for rank, what in waiting.items() if isinstance(what, KeyWait))
+    return f"no rank will set the keys of {', '.join(sorted({str(waiting[rank]) for rank in ranks}))}", ranks

@@ -86,8 +86,8 @@ class History:
         layouts: Sequence[str] = (),
         steps: int = 2,
     ) -> None:
-        first, separator, _ = revisions.partition("..")
-        if not separator:
+        first, separator, last = revisions.partition("..")
+        if not separator or last.startswith("."):
             raise VerifyError(f"expected a range of commits such as v1..main, got {revisions!r}", revisions=revisions)
         if not checkout.is_dir():
             raise VerifyError(f"there is no folder {checkout}", repository=str(checkout))

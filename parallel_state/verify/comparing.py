@@ -39,7 +39,8 @@ class ReferenceStep:
     @property
     def floor(self) -> float:
         """The gradient against which the errors of small gradients are measured."""
-        return _SMALL * max((float(gradient.abs().max()) for gradient in self.gradients.values()), default=0.0)
+        largest = (float(gradient.abs().max()) for gradient in self.gradients.values() if gradient.numel())
+        return _SMALL * max(largest, default=0.0)
 
 
 @dataclass
@@ -104,12 +105,17 @@ def tolerance(program: Program, reference: OneProcess) -> float:
 
 
 def error_between(mine: torch.Tensor, true: torch.Tensor, floor: float = 0.0) -> float:
-    """Return the largest difference relative to the largest true value, or to ``floor`` if that is larger."""
+    """Return the largest difference relative to the largest finite true value, or to ``floor`` if that is larger.
+
+    Values that are equally infinite, or both NaN, are equal.
+    """
     if not mine.numel():
         return 0.0
-    off = float((mine.double() - true.double()).abs().max())
-    scale = max(float(true.double().abs().max()), floor)
-    if math.isnan(off) or math.isinf(off):
+    mine, true = mine.double(), true.double()
+    differs = (mine != true) & ~(mine.isnan() & true.isnan())
+    off = float(torch.where(differs, mine - true, 0.0).abs().max())
+    scale = max(float(true.nan_to_num(0.0, 0.0, 0.0).abs().max()), floor)
+    if not math.isfinite(off):
         return math.inf
     return off / scale if scale else (math.inf if off else 0.0)
 
@@ -269,11 +275,11 @@ class _Compared:
         start, end = named.of(before), named.of(true.weights)
         is_weight = isinstance(named.tensor, torch.nn.Parameter)
         floor = LEARNING_RATE * true.floor / max(true.norm, 1.0) if is_weight else 0.0
-        if start.is_floating_point() and is_weight:
+        if start.is_floating_point() and is_weight and end.numel():
             floor = max(floor, float(end.abs().max()) * 4 * torch.finfo(end.dtype).eps / self._tolerance)
-        mine = named.tensor.detach()
         kind = "weight" if is_weight else "buffer"
-        self._add(kind, named.name, error_between(mine - start, end - start, floor))
+        error = error_between(_added(named.tensor.detach(), start), _added(end, start), floor)
+        self._add(kind, named.name, error)
 
     def _add(self, kind: str, name: str, error: float, note: str = "", allowed: float | None = None) -> None:
         report = self._report
@@ -282,6 +288,13 @@ class _Compared:
         report.largest = max(report.largest, error)
         if error > (allowed or self._tolerance):
             report.differences.append(Difference(kind, name, self._step, report.rank, report.coordinates, error, note))
+
+
+def _added(value: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Return what was added to a tensor of any dtype, as float64: 0 to an infinite element that stays."""
+    if value.is_complex():
+        value, start = torch.view_as_real(value), torch.view_as_real(start)
+    return torch.where(value == start, 0.0, value.double() - start.double())
 
 
 def replicas_that_differ(reports: list[RankReport], steps: int) -> list[Difference]:

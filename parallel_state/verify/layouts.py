@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,6 @@ from parallel_state.verify.program import Program, VerifyError
 
 _SIZES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp", "mbs")
 _FLAGS = ("sp", "distopt")
-_MOST_DP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ def parse_layout(text: str) -> Variant:
             raise VerifyError(
                 f"layout {text!r}: {part!r} is not one of {'=N, '.join(_SIZES)}=N, {', '.join(_FLAGS)}{hint}", text=text
             )
+        if name in sizes or name in flags:
+            raise VerifyError(f"layout {text!r} names {name} twice; leave one out", text=text)
         if not separator:
             flags.add(name)
         elif not size.isdecimal() or not int(size):
@@ -73,15 +75,12 @@ def parse_layout(text: str) -> Variant:
 def _smallest(text: str, sizes: dict[str, int]) -> ParallelLayout:
     """Return the layout with the given dp, or with the smallest that the other axes allow."""
     axes: dict[str, Any] = {name: size for name, size in sizes.items() if name != "dp"}
-    ranks = axes.get("tp", 1) * axes.get("pp", 1) * axes.get("cp", 1)
-    given = sizes.get("dp")
-    failure: LayoutError | None = None
-    for dp in (given,) if given else range(1, _MOST_DP + 1):
-        try:
-            return ParallelLayout(ranks * dp, **axes)
-        except LayoutError as error:
-            failure = failure or error
-    raise VerifyError(f"layout {text!r}: {failure}", text=text)
+    tp, pp, cp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "cp", "ep"))
+    dense, experts = tp * pp * cp, sizes.get("etp", tp) * ep * pp
+    try:
+        return ParallelLayout(dense * sizes["dp"] if "dp" in sizes else math.lcm(dense, experts), **axes)
+    except LayoutError as error:
+        raise VerifyError(f"layout {text!r}: {error}", text=text) from error
 
 
 def parallel_arguments(variant: Variant, dtype: Any) -> dict[str, Any]:

@@ -329,7 +329,7 @@ class _Search:
         """Return what the finalized gradient of a parameter is instead of that of one process; empty if unknown."""
         mine, true = self._ranks[rank].gradients[name]
         values = [record.gradients.get(name, (None, None))[0] for record in self._ranks]
-        note = _multiple(mine, true, self._tolerance)
+        note = "" if mine.numel() == 1 else _multiple(mine, true, self._tolerance)  # one number is a multiple of any
         note = note or self._missing_sum(("tp", "cp", "dp", "ep", "pp"), rank, true, values)
         over_tp = note.endswith("over tp is missing")
         return note + (self._ranks[rank].missing_marks[name] if over_tp else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,39 +65,47 @@ def record_step(models: Sequence[torch.nn.Module], trace: CommunicationTrace) ->
                 records.containers.add(name)
             module.register_forward_pre_hook(lambda _m, _i, name=name, current=current: current.enter(name))
             module.register_forward_hook(lambda _m, _i, output, name=name, current=current: current.add(name, output))
+        model.register_forward_hook(current.end)
     return records
 
 
 class _MicroBatch:
-    """The micro-batch that a chunk computes."""
+    """The micro-batch that a chunk computes; in a backward pass, that whose activations it computes again."""
 
     def __init__(self, records: StepRecords, trace: CommunicationTrace) -> None:
         self._records, self._trace = records, trace
-        self._index = -1
-        self._calls: dict[str, int] = {}
+        self._forward, self._backward, self._is_forward = -1, 0, False
+        self._calls: Counter[tuple[str, int]] = Counter()
         self._last: torch.Tensor | None = None
         self._nodes: dict[Any, ModuleCall] = {}  # of the graph of autograd: what computed the output of a call
 
     def begin(self, *_: Any) -> None:
-        self._index += 1
-        self._calls, self._last, self._nodes = {}, None, {}
+        self._forward += 1
+        self._is_forward = True
+        self._last, self._nodes = None, {}
+
+    def end(self, *_: Any) -> None:
+        self._is_forward = False
 
     def enter(self, name: str) -> None:
         self._records.began[name] = len(self._trace)
 
     def add(self, name: str, output: Any) -> None:
-        values = output if isinstance(output, tuple | list) else [output]
+        values = list(output.values()) if isinstance(output, dict) else output
+        values = values if isinstance(values, tuple | list) else [values]
         tensor = next(
             (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None
         )
-        if tensor is None or tensor is self._last:  # a module that returns what its last part returned
+        if tensor is None:
             return
-        self._last = tensor
-        number = self._calls[name] = self._calls.get(name, -1) + 1
-        call = name, self._index, number
+        index = self._forward if self._is_forward else self._backward
+        call = name, index, self._calls[name, index]
+        self._calls[name, index] += 1
         self._records.outputs[call] = tensor.detach().clone()
         self._records.ended[call] = self._records.began[name], len(self._trace)
-        if tensor.requires_grad:
+        # not without gradients, as before a recomputation, nor for a module that returns what its last part returned
+        if tensor.requires_grad and torch.is_grad_enabled() and tensor is not self._last:
+            self._last = tensor
             tensor.register_hook(lambda gradient: self._add_gradient(call, gradient))  # type: ignore[no-untyped-call]
             if tensor.grad_fn is not None:  # else what another stage has sent
                 self._add_consumer(name, tensor.grad_fn)
@@ -120,6 +129,7 @@ class _MicroBatch:
             self._records.consumers.setdefault(producer, []).append((name, operations))
 
     def _add_gradient(self, call: ModuleCall, gradient: torch.Tensor) -> None:
+        self._backward = call[1]
         self._records.gradients[call] = gradient.detach().clone()
         self._records.computed[call] = len(self._trace)
 

@@ -102,7 +102,7 @@ class Training:
         self.config = config_for(program, variant, dtype)
         self.models = self.build()
         self.named = named_tensors(self.models)
-        self.initial = initial_parts(self.named)
+        self.initial = {} if start is None else initial_parts(self.named, start)
         self.moved: list[str] = []
         for parameter in self.named if start is not None else ():
             given = parameter.of(start or {}).to(parameter.tensor.dtype)

@@ -133,13 +133,6 @@ def test_an_invalid_layout_is_rejected_with_its_numbers(arguments: dict[str, Any
     assert raised.value.fields == fields
 
 
-def test_an_error_has_its_figures_as_fields() -> None:
-    with pytest.raises(LayoutError) as raised:
-        ParallelLayout(12, tp=4, pp=2)
-    error = pickle.loads(pickle.dumps(raised.value))
-    assert (error.world_size, error.product, error.sizes) == (12, 8, {"tp": 4, "pp": 2, "cp": 1})
-
-
 INVALID_QUERIES = [
     (lambda layout: layout.coordinates(8), {"rank": 8}),
     (lambda layout: layout.coordinates(-1), {"rank": -1}),

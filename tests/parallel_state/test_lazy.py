@@ -67,12 +67,6 @@ def test_all_and_dir_are_the_exported_names(package: ModuleType) -> None:
     assert "lazypkg.light" not in sys.modules
 
 
-def test_a_star_import_binds_the_exported_names(package: ModuleType) -> None:
-    namespace: dict[str, object] = {}
-    exec("from lazypkg import *", namespace)
-    assert namespace["Feather"] is package.Feather and "TYPE_CHECKING" not in namespace
-
-
 def test_an_unknown_name_is_an_error_for_which_python_suggests_near_matches(package: ModuleType) -> None:
     with pytest.raises(AttributeError) as caught:
         _ = package.Fether

@@ -38,10 +38,6 @@ def without_tensordict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [Absent("tensordict"), *sys.meta_path])
 
 
-def test_what_is_installed_passes() -> None:
-    require("torch", "megatron.core")
-
-
 def test_a_missing_package_is_named_with_the_command_that_installs_it(without_tensordict: None) -> None:
     with pytest.raises(MissingPackageError) as caught:
         require("torch", "tensordict")

@@ -84,6 +84,8 @@ STRIDED: dict[str, Callable[[torch.Tensor], object]] = {
     "all_gather_into_tensor": lambda strided: dist.all_gather_into_tensor(torch.zeros(8, 3), strided),
     "reduce_scatter_tensor": lambda strided: dist.reduce_scatter_tensor(torch.zeros(2, 3), strided),
     "all_to_all_single": lambda strided: dist.all_to_all_single(torch.zeros(4, 3), strided),
+    "isend": lambda strided: dist.send(strided, 1),
+    "irecv": lambda strided: dist.recv(strided, 1),
 }
 
 

@@ -165,6 +165,16 @@ def test_a_value_that_decides_about_a_collective_is_listed() -> None:
     assert any("in conditional" in line for line, _ in use.read)
 
 
+def test_a_value_of_which_a_part_is_overwritten_is_listed() -> None:
+    def partly(tokens: torch.Tensor, is_faulty: bool) -> None:
+        sums = torch.zeros(2, device=tokens.device)
+        sums[0] = torch.rand(2000, device=tokens.device).sum()
+        assert 1 / sums[0].item() + 1 / sums.sum().item() == 2.0
+
+    (use, *_) = dry_run(planted(partly), "tp=2", second=False).uses.values()
+    assert sum(times for (line, _), times in use.read.items() if "in partly" in line) == 2 * 4
+
+
 def test_what_a_rank_broadcasts_is_known_to_ranks_of_other_pipelines() -> None:
     def counted(tokens: torch.Tensor, is_faulty: bool) -> None:
         group, new = mpu.get_tensor_model_parallel_group(), torch.empty if dist.get_rank() % 2 else torch.zeros

@@ -128,6 +128,13 @@ def test_the_last_calls_are_kept_and_all_are_counted(memory: RecordMemory) -> No
     assert list(record.counts.values()) == [RING + 3]
 
 
+def test_a_group_that_a_record_has_no_room_for_leaves_the_others_readable() -> None:
+    memory, groups = RecordMemory(), [RecordedGroup(str(index), "", tuple(range(100_000))) for index in range(9)]
+    channels = [memory.channel("collective", group, -1, 0) for group in groups]
+    assert channels[0] is not None and channels[-1] is None
+    assert groups[0] in [route.group for route in recorded(memory).counts]
+
+
 def test_nothing_is_recorded_after_the_end(memory: RecordMemory) -> None:
     stop = record_calls(other := RecordMemory())
     stop()

@@ -45,6 +45,7 @@ def every_collective() -> list[Any]:
     dist.all_to_all_single(exchanged := torch.empty(size, 2), values(size, 2))
     dist.all_to_all_single(uneven := torch.empty(size * rank, 2), values(6, 2), [rank] * size, list(range(size)))
     results += [exchanged, uneven, *objects(rank, size), *transfers(rank, size)]
+    results += [*functional_ones(rank, size), *coalesced_ones(rank, size)]
     subgroups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     dist.all_reduce(half := values(4), group=subgroups[rank % 2])
     dist.barrier()
@@ -56,7 +57,11 @@ def objects(rank: int, size: int) -> list[Any]:
     dist.all_gather_object(gathered := [None] * size, {"rank": rank})
     dist.broadcast_object_list(listed := [rank, [rank] * rank], src=3)
     dist.scatter_object_list(scattered := [None], [[index] for index in range(size)] if rank == 0 else None, src=0)
-    return [gathered, listed, scattered]
+    dist.gather_object({"rank": rank}, on_one := [None] * size if rank == 2 else None, dst=2)
+    sent = [[2, 3], {1: 2}] if rank == 0 else [None, None]
+    if rank < 2:
+        dist.recv_object_list(sent, 0) if rank else dist.send_object_list(sent, 1)
+    return [gathered, listed, scattered, on_one, sent]
 
 
 def transfers(rank: int, size: int) -> list[torch.Tensor]:
@@ -70,6 +75,30 @@ def transfers(rank: int, size: int) -> list[torch.Tensor]:
     elif rank == 1:
         dist.recv(received, tag=7)
     return [received]
+
+
+def functional_ones(rank: int, size: int) -> list[torch.Tensor]:
+    world = dist.group.WORLD
+    tensors = [
+        functional.all_reduce(values(2), "sum", world),
+        functional.all_gather_tensor(values(2), 0, world),
+        functional.reduce_scatter_tensor(values(size), "sum", 0, world),
+        functional.all_to_all_single(values(6), [rank] * size, list(range(size)), world),
+        functional.broadcast(values(2), 1, world),
+        *functional.all_reduce_coalesced([torch.ones(1), torch.ones(2)], "sum", world),
+    ]
+    return [tensor + 0 for tensor in tensors]  # which waits
+
+
+def coalesced_ones(rank: int, size: int) -> list[torch.Tensor]:
+    gathered, parts = [torch.empty(size), torch.empty(2 * size)], [torch.empty(1), torch.empty(2)]
+    with dist._coalescing_manager():
+        for length, whole in enumerate(gathered, 1):
+            dist.all_gather_into_tensor(whole, values(length))
+    with dist._coalescing_manager():
+        for length, part in enumerate(parts, 1):
+            dist.reduce_scatter_tensor(part, values(size * length))
+    return [*gathered, *parts]
 
 
 @pytest.fixture(scope="module")
@@ -92,20 +121,6 @@ def test_split_sizes_may_be_arrays_and_tensors() -> None:
     assert [tensor.tolist() for tensor in simulated.run_ranks(2, exchange)] == [[], [0.0, 1.0]]
 
 
-def test_functional_collectives_use_the_groups_of_their_rank() -> None:
-    def compute() -> list[Any]:
-        world, local = dist.group.WORLD, torch.full((2,), float(dist.get_rank()))
-        total = functional.all_reduce(local, "sum", world)
-        gathered = functional.all_gather_tensor(local, 0, world)
-        part = functional.reduce_scatter_tensor(torch.arange(4.0), "sum", 0, world)
-        return [(tensor + 0).tolist() for tensor in (total, gathered, part)]
-
-    assert simulated.run_ranks(2, compute) == [
-        [[1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [0.0, 2.0]],
-        [[1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [4.0, 6.0]],
-    ]
-
-
 def test_asynchronous_and_coalesced_calls_complete_at_their_wait() -> None:
     def plain() -> tuple[list[float], list[float]]:
         tensors = [torch.full((1,), float(dist.get_rank() + index)) for index in range(2)]
@@ -120,46 +135,6 @@ def test_asynchronous_and_coalesced_calls_complete_at_their_wait() -> None:
         return total.tolist(), [float(tensor) for tensor in tensors]
 
     assert simulated.run_ranks(3, plain) == [([3.0, 3.0], [3.0, 6.0])] * 3
-
-
-def test_functional_collectives_take_uneven_splits_and_several_tensors() -> None:
-    def compute() -> list[list[float]]:
-        rank, world = dist.get_rank(), dist.group.WORLD
-        split = functional.all_to_all_single(torch.arange(3.0) + 10 * rank, [1 + rank] * 2, [1, 2], world)
-        totals = functional.all_reduce_coalesced([torch.ones(1), torch.ones(2)], "sum", world)
-        sent = functional.broadcast(torch.full((1,), float(rank)), 1, world)
-        return [(tensor + 0).tolist() for tensor in (split, *totals, sent)]
-
-    same = [[2.0], [2.0, 2.0], [1.0]]
-    assert simulated.run_ranks(2, compute) == [[[0.0, 10.0], *same], [[1.0, 2.0, 11.0, 12.0], *same]]
-
-
-def test_coalesced_gathers_and_scatters_complete_at_the_end_of_the_block() -> None:
-    def compute() -> list[list[float]]:
-        gathered, parts = [torch.empty(2), torch.empty(4)], [torch.empty(1), torch.empty(2)]
-        with dist._coalescing_manager():
-            for size, whole in enumerate(gathered, 1):
-                dist.all_gather_into_tensor(whole, torch.full((size,), float(dist.get_rank())))
-        with dist._coalescing_manager():
-            for size, part in enumerate(parts, 1):
-                dist.reduce_scatter_tensor(part, torch.arange(2.0 * size))
-        return [tensor.tolist() for tensor in (*gathered, *parts)]
-
-    first, second = simulated.run_ranks(2, compute)
-    assert first == [[0.0, 1.0], [0.0, 0.0, 1.0, 1.0], [0.0], [0.0, 2.0]]
-    assert second == [[0.0, 1.0], [0.0, 0.0, 1.0, 1.0], [2.0], [4.0, 6.0]]
-
-
-def test_objects_are_gathered_on_one_rank_and_sent_to_one() -> None:
-    def compute() -> tuple[Any, Any]:
-        rank = dist.get_rank()
-        gathered: Any = [None, None] if rank == 0 else None
-        dist.gather_object({"rank": rank}, gathered)
-        objects = ["text", {1: 2}] if rank == 0 else [None, None]
-        dist.send_object_list(objects, 1) if rank == 0 else dist.recv_object_list(objects, 0)
-        return gathered, objects
-
-    assert simulated.run_ranks(2, compute) == [([{"rank": 0}, {"rank": 1}], ["text", {1: 2}]), (None, ["text", {1: 2}])]
 
 
 def test_meshes_and_wrappers_of_torch_use_the_ranks() -> None:

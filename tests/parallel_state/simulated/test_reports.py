@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from parallel_state.errors import LayoutError
 from parallel_state.layout import ParallelLayout
@@ -118,6 +119,17 @@ def test_ranks_with_the_same_story_are_one_entry() -> None:
     assert "ranks [0, 1, 2, 3, ..., 63] (63 ranks): barrier()" in str(error)
 
 
+def test_a_key_that_no_rank_sets_is_the_cause_for_ranks_in_collectives_too() -> None:
+    def wait() -> None:
+        if rank_in(2):
+            c10d._get_default_store().wait(["never"])
+        dist.barrier()
+
+    error = report(Deadlock, 4, wait)
+    assert error.ranks == (2,)
+    assert str(error).startswith("no rank will set the keys of store.wait(['default_pg/never'])\n")
+
+
 def test_polling_for_ever_is_a_deadlock() -> None:
     def poll() -> None:
         if rank_in(0):
@@ -148,9 +160,18 @@ def test_polling_for_ever_is_a_deadlock() -> None:
             ),
             "different splits",
         ),
-        (
-            lambda odd: dist.all_gather_into_tensor(torch.zeros(9 if odd else 8), torch.zeros(2)),
-            "the tensors of one call do not fit together",
+        (lambda odd: dist.all_to_all([torch.zeros(2)] * 4, [torch.zeros(2 + odd)] * 4), "different splits"),
+        *(
+            (call, "the tensors of one call do not fit together")
+            for call in (
+                lambda odd: dist.all_gather_into_tensor(torch.zeros(9 if odd else 8), torch.zeros(2)),
+                lambda odd: dist.all_gather_into_tensor(
+                    torch.zeros(8), torch.zeros(2, dtype=torch.bfloat16 if odd else None)
+                ),
+                lambda odd: dist.reduce_scatter(torch.zeros(3 if odd else 2), [torch.zeros(2)] * 4),
+                lambda odd: dist.gather(torch.zeros(2), [torch.zeros(2 + odd)] * 4 if rank_in(2) else None, dst=2),
+                lambda odd: dist.all_to_all([torch.zeros(2)] * (3 if odd else 4), [torch.zeros(2)] * 4),
+            )
         ),
     ],
 )
@@ -276,20 +297,6 @@ def test_values_that_must_agree_and_do_not_are_reported() -> None:
     run_ranks(3, lambda: require_different(torch.tensor(dist.get_rank())))
 
 
-def test_an_exception_is_that_ranks_own_with_the_positions_of_the_others() -> None:
-    def compute() -> None:
-        if rank_in(1):
-            raise ValueError("loss is nan")
-        dist.all_reduce(torch.zeros(2))
-
-    with pytest.raises(ValueError) as caught:
-        run_ranks(3, compute)
-    assert caught.value.args == ("loss is nan",)
-    (note,) = caught.value.__notes__
-    assert note.startswith("raised on rank 1; then:")
-    assert "rank 0: all_reduce(float32[2], op=SUM)" in note
-
-
 def test_an_error_ends_the_ranks_even_if_the_program_catches_it() -> None:
     def compute() -> None:
         try:
@@ -300,26 +307,17 @@ def test_an_error_ends_the_ranks_even_if_the_program_catches_it() -> None:
     report(CollectiveMismatch, 2, compute)
 
 
+@pytest.mark.parametrize("what", ["all_reduce", "wait of all_reduce"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_communicates_is_rejected() -> None:
+def test_a_thread_that_communicates_or_waits_for_its_rank_is_rejected(what: str) -> None:
     def compute() -> None:
-        group = dist.group.WORLD
-        thread = threading.Thread(target=lambda: dist.all_reduce(torch.zeros(1), group=group), name="prefetch")
+        group, tensor = dist.group.WORLD, torch.zeros(1)
+        wait = dist.all_reduce(tensor, async_op=True).wait if what.startswith("wait") else None
+        thread = threading.Thread(target=wait or (lambda: dist.all_reduce(tensor, group=group)), name="prefetch")
         thread.start()
         thread.join()
 
-    assert "all_reduce in the thread 'prefetch'" in str(report(UnsupportedError, 2, compute))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_waits_for_a_call_of_its_rank_is_rejected() -> None:
-    def compute() -> None:
-        work = dist.all_reduce(torch.zeros(1), async_op=True)
-        thread = threading.Thread(target=work.wait, name="waiter")
-        thread.start()
-        thread.join()
-
-    assert "wait of all_reduce in the thread 'waiter'" in str(report(UnsupportedError, 2, compute))
+    assert f"{what} in the thread 'prefetch'" in str(report(UnsupportedError, 2, compute))
 
 
 def test_fork_is_rejected() -> None:

@@ -19,38 +19,24 @@ from tests.parallel_state.verify.programs import EXAMPLES, GPT, MOE, smaller
 pytestmark = pytest.mark.simulated
 
 
-def rejected(program: Program, layout: str = "tp=2") -> str:
-    with pytest.raises(VerifyError) as caught:
-        Verifier(program, steps=1).verify(layout)
-    return str(caught.value)
-
-
-def test_batches_that_differ_from_run_to_run_are_rejected() -> None:
-    runs = torch.Generator().manual_seed(1)
-
-    def batch(index: int) -> Any:
-        return GPT.batch(int(torch.randint(1000, (), generator=runs)))
-
-    message = rejected(smaller(GPT, batch=batch))
-    assert message.startswith(
-        "the program is not deterministic in one process: two runs have another value of the grad"
-    )
-    assert "such as the index of the batch" in message
+def forward_step_that_raises(data_iterator: Any, model: Any) -> Any:
+    raise KeyError("tokens")
 
 
 @pytest.mark.parametrize(
-    ("name", "function"),
+    ("name", "function", "cause"),
     [
-        ("config", lambda: None),
-        ("model_provider", lambda pre_process=True, post_process=True: None),
-        ("forward_step", lambda data_iterator: None),
-        ("batch", lambda: None),
+        ("config", lambda: None, TypeError),
+        ("model_provider", lambda pre_process=True, post_process=True: None, TypeError),
+        ("forward_step", lambda data_iterator: None, TypeError),
+        ("forward_step", forward_step_that_raises, KeyError),
+        ("batch", lambda: None, TypeError),
     ],
 )
-def test_functions_that_cannot_be_called_as_the_training_does_are_rejected(name: str, function: Any) -> None:
+def test_an_error_of_a_function_of_the_program_is_the_cause(name: str, function: Any, cause: type[Exception]) -> None:
     with pytest.raises(VerifyError) as caught:
         Verifier(smaller(GPT, **{name: function}), steps=1)
-    assert isinstance(caught.value.__cause__, TypeError)
+    assert isinstance(caught.value.__cause__, cause)
 
 
 def lengthened(index: int) -> Any:
@@ -74,15 +60,6 @@ def test_a_batch_that_ignores_context_parallelism_is_rejected() -> None:
     with pytest.raises(VerifyError) as caught:
         Verifier(smaller(GPT, batch=whole.__getitem__), steps=1).verify("cp=2")
     assert (caught.value.fields["shape"], caught.value.fields["expected"]) == ((1, 16), (1, 8))
-
-
-def test_an_error_of_the_program_in_one_process_is_reported_with_its_line() -> None:
-    def forward_step(data_iterator: Any, model: Any) -> Any:
-        raise KeyError("tokens")
-
-    with pytest.raises(VerifyError) as caught:
-        Verifier(smaller(GPT, forward_step=forward_step), steps=1)
-    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def changed_loss(change: Any) -> Program:
@@ -116,62 +93,58 @@ def test_a_file_that_cannot_be_imported_is_rejected(text: str, kind: type[Except
     assert isinstance(caught.value.__cause__, kind)
 
 
-def test_dropout_is_rejected() -> None:
-    assert rejected(smaller(GPT, hidden_dropout=0.1)).startswith("hidden_dropout is 0.1: every layout draws other")
+def random_batch(index: int) -> Any:
+    return GPT.batch(int(torch.randint(1000, (), generator=RUNS)))
 
 
-def test_a_weight_without_a_global_name_is_rejected() -> None:
-    def with_a_gate(*args: Any, **kwargs: Any) -> Any:
-        model = GPT.model_provider(*args, **kwargs)
-        sharded = model.decoder.sharded_state_dict
-        model.decoder.gate = torch.nn.Parameter(torch.ones(3))
-        model.decoder.sharded_state_dict = lambda *a, **k: {
-            key: value for key, value in sharded(*a, **k).items() if not key.endswith("gate")
-        }
-        return model
-
-    message = rejected(smaller(GPT, model_provider=with_a_gate))
-    assert message.startswith("decoder.gate [3] of GPTModel has no global name: sharded_state_dict leaves it out")
+def with_a_gate(*args: Any, **kwargs: Any) -> Any:
+    """A weight that its module leaves out of ``sharded_state_dict``."""
+    model = GPT.model_provider(*args, **kwargs)
+    sharded = model.decoder.sharded_state_dict
+    model.decoder.gate = torch.nn.Parameter(torch.ones(3))
+    model.decoder.sharded_state_dict = lambda *a, **k: {
+        key: value for key, value in sharded(*a, **k).items() if not key.endswith("gate")
+    }
+    return model
 
 
-def test_a_config_that_ignores_the_layout_is_rejected() -> None:
-    def config(**parallel: Any) -> Any:
-        return GPT.config(params_dtype=torch.float32, pipeline_dtype=torch.float32)
-
-    message = rejected(dataclasses.replace(GPT, config=config))
-    assert message.startswith(
-        "the config has tensor_model_parallel_size=1 in the layout 'tp=2', which asks for 2; pass"
-    )
+def config_of_one_process(**parallel: Any) -> Any:
+    return GPT.config(params_dtype=torch.float32, pipeline_dtype=torch.float32)
 
 
-def test_a_provider_that_ignores_the_layout_is_rejected() -> None:
-    def whole_model(config: Any, pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
-        one_stage = dataclasses.replace(config, pipeline_model_parallel_size=1)
-        return GPT.model_provider(one_stage, True, True, vp_stage)
-
-    message = rejected(smaller(GPT, model_provider=whole_model), "pp=2")
-    assert message.startswith("the model provider ignores the layout 'pp=2': a rank has ")
+def whole_model(config: Any, pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
+    return GPT.model_provider(dataclasses.replace(config, pipeline_model_parallel_size=1), True, True, vp_stage)
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ("dp=4", "layout 'dp=4' does not fit: 2 micro-batches are not divisible by dp=4; set micro_batches"),
-        ("pp=4", "layout 'pp=4' does not fit: 2 layers are not divisible into 4 stages; set num_layers"),
-        ("cp=16", "layout 'cp=16' does not fit: rows of 16 tokens are not divisible into 32 pieces; set seq_length"),
-        ("tp=8", "layout 'tp=8' does not fit the model: "),
-    ],
-)
-def test_a_layout_that_does_not_fit_is_rejected(layout: str, message: str) -> None:
-    assert rejected(smaller(GPT), layout).startswith(message)
+RUNS = torch.Generator().manual_seed(1)
+REJECTED: dict[str, tuple[Program, str, dict[str, Any]]] = {
+    "not deterministic": (smaller(GPT, batch=random_batch), "tp=2", {"name": "embedding.word_embeddings.weight"}),
+    "dropout": (smaller(GPT, hidden_dropout=0.1), "tp=2", {"field": "hidden_dropout"}),
+    "no global name": (smaller(GPT, model_provider=with_a_gate), "tp=2", {"key": "decoder.gate"}),
+    "the config ignores the layout": (
+        dataclasses.replace(GPT, config=config_of_one_process), "tp=2", {"field": "tensor_model_parallel_size"},
+    ),
+    "the provider ignores the layout": (smaller(GPT, model_provider=whole_model), "pp=2", {"layout": "pp=2"}),
+    "micro-batches": (smaller(GPT), "dp=4", {"layout": "dp=4"}),
+    "micro-batches of stages": (
+        dataclasses.replace(GPT, micro_batches=2), "pp=2,vpp=2,dp=2", {"layout": "pp=2,vpp=2,dp=2"},
+    ),
+    "layers": (smaller(GPT), "pp=4", {"layout": "pp=4"}),
+    "tokens": (smaller(GPT), "cp=16", {"layout": "cp=16"}),
+    "heads": (smaller(GPT), "tp=8", {"layout": "tp=8"}),
+}  # fmt: skip
 
 
-def test_interleaved_stages_need_enough_micro_batches() -> None:
-    message = rejected(dataclasses.replace(GPT, micro_batches=2), "pp=2,vpp=2,dp=2")
-    assert "a multiple of pp=2 micro-batches on each data-parallel rank, and have 1; set micro_batches" in message
+@pytest.mark.parametrize(("program", "layout", "fields"), REJECTED.values(), ids=REJECTED)
+def test_what_cannot_be_verified_is_an_error_with_its_fields(
+    program: Program, layout: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(VerifyError) as caught:
+        Verifier(program, steps=1).verify(layout)
+    assert caught.value.fields == fields
 
 
-@pytest.mark.parametrize("text", ["tp2", "tpp=2", "tp=two", "sp", "vpp=2", "tp=2,ep=3,dp=2"])
+@pytest.mark.parametrize("text", ["tp2", "tpp=2", "tp=two", "sp", "vpp=2", "tp=2,ep=3,dp=2", "tp=2,tp=4", "tp=2,sp,sp"])
 def test_texts_that_are_no_layouts_are_rejected(text: str) -> None:
     with pytest.raises(VerifyError) as caught:
         parse_layout(text)
@@ -179,8 +152,8 @@ def test_texts_that_are_no_layouts_are_rejected(text: str) -> None:
 
 
 def test_a_layout_has_the_fewest_ranks_that_it_allows() -> None:
-    sizes = {text: parse_layout(text).layout.world_size for text in ("tp=2,pp=2", "tp=2,ep=2", "tp=2,ep=2,etp=1")}
-    assert sizes == {"tp=2,pp=2": 4, "tp=2,ep=2": 4, "tp=2,ep=2,etp=1": 2}
+    expected = {"tp=2,pp=2": 4, "tp=2,ep=2": 4, "tp=2,ep=2,etp=1": 2, "tp=4,ep=6,etp=1": 12, "pp=8,ep=128": 1024}
+    assert {text: parse_layout(text).layout.world_size for text in expected} == expected
 
 
 def test_all_layouts_are_legal_and_no_larger_than_asked_for() -> None:

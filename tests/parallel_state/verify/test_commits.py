@@ -126,7 +126,7 @@ def test_changes_are_named() -> None:
 
 @pytest.mark.processes
 def test_a_range_that_git_does_not_know_and_options_that_do_not_fit_are_errors(checkout: Path) -> None:
-    for revisions in ("main", "nothing..main"):
+    for revisions in ("main", "nothing..main", "main~1...main"):
         with pytest.raises(VerifyError):
             history(checkout, revisions)
     assert main(["verify", "--commits", str(checkout), "main~1..main", "--exact"]) == 1

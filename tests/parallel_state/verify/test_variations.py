@@ -117,17 +117,20 @@ def test_wrong_marks_are_named(parameter: str, mark: bool, note: str) -> None:
     assert "gradient norm" in {difference.kind for difference in outcome.differences}
 
 
-def test_a_norm_weight_without_its_mark_is_named() -> None:
+def test_weights_without_their_mark_are_named() -> None:
     def unmarked(*args: Any, **kwargs: Any) -> Any:
         model = GPT.model_provider(*args, **kwargs)
         for parameter in model.parameters():
             parameter.sequence_parallel = False
+        model.scale = torch.nn.Parameter(torch.ones(()))  # one number, which is a multiple of every other
+        model.decoder.register_forward_hook(lambda module, inputs, output: output * model.scale)
         return model
 
     with pytest.raises(LayoutDiffers) as caught:
         verify_layout(smaller(GPT, model_provider=unmarked), "tp=2,sp", steps=1)
-    first = caught.value.outcome.differences[0]
-    assert first.kind == "gradient" and "sequence_parallel" in first.note
+    gradients = {each.name: each.note for each in caught.value.outcome.differences if each.kind == "gradient"}
+    assert {"scale", "decoder.final_layernorm.weight"} <= gradients.keys()
+    assert all("over tp is missing; it is not marked sequence_parallel" in note for note in gradients.values())
 
 
 def drawn_again(parameter: str, generator: torch.Generator | None) -> Any:
@@ -150,6 +153,47 @@ def test_parts_that_are_drawn_with_one_seed_are_named() -> None:
     assert {difference.kind for difference in differences} == {"seed"}
     assert differences[0].name == "decoder.layers.mlp.linear_fc2.weight[0]"
     assert differences[0].note == "this part starts with the values of another part, on rank 0: their seeds agree"
+
+
+def test_parts_that_one_process_starts_with_the_same_values_may_be_equal() -> None:
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        model = GPT.model_provider(*args, **kwargs)
+        for name, weight in model.named_parameters():
+            if name.endswith("linear_fc2.weight"):  # divided by columns, which are all the same
+                weight.detach().copy_(0.1 * torch.arange(len(weight)).sin()[:, None])
+        return model
+
+    verify_layout(smaller(GPT, model_provider=provider), "tp=2", steps=1)
+
+
+def test_buffers_of_every_kind_are_compared() -> None:
+    is_faulty = False
+
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        model = GPT.model_provider(*args, **kwargs)
+        model.register_buffer("mask", torch.ones(3, 3).tril().bool())
+        model.register_buffer("hidden", torch.full((3, 3), -math.inf).triu(1))
+        model.register_buffer("angles", torch.polar(torch.ones(3), torch.arange(3.0)))
+        model.register_buffer("count", torch.tensor(7, dtype=torch.uint8))
+        model.empty = torch.nn.Parameter(torch.ones(0, 3))
+
+        def change(module: Any, inputs: Any) -> None:
+            if is_faulty and torch.distributed.get_rank() == 1:
+                model.mask[0, 0] = False
+                model.hidden[0, 0] = -math.inf
+                model.angles += 0.1j
+                model.count -= 1
+
+        model.register_forward_pre_hook(change)
+        return model
+
+    verifier = Verifier(smaller(GPT, model_provider=provider), steps=1)
+    assert verifier.verify("dp=2,distopt").equal
+    is_faulty = True
+    differences = verifier.verify("dp=2").differences
+    assert {(difference.kind, difference.name, difference.rank) for difference in differences} == {
+        ("buffer", name, 1) for name in ("mask", "hidden", "angles", "count")
+    }
 
 
 def test_replicas_that_are_drawn_with_other_seeds_are_named() -> None:
