@@ -96,12 +96,7 @@ def check_kl_loss(name: str) -> None:
 
 
 def estimate_kl(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    kl_penalty: str = "k1",
-    clip: float | None = None,
-    *,
-    key: str = "kl_penalty",
+    log_probs: Tensor, ref_log_probs: Tensor, kl_penalty: str = "k1", clip: float | None = None, key: str = "kl_penalty"
 ) -> Tensor:
     """Return the estimate of KL(policy || reference) of every token, in the shape of ``log_probs``.
 

@@ -169,8 +169,12 @@ def columns_of_update(config: ActorConfig, present: set[str]) -> list[str]:
 
 def weights_of(config: ActorConfig, local: Tensor, whole: Tensor) -> Weights:
     """Return the weights of tokens in the average of the loss, and their count; the masks are as in ``Aggregation``."""
-    average = AGGREGATIONS[config.loss_agg_mode or POLICY_LOSSES[config.policy_loss].loss_agg_mode]
-    return average(local, whole, config.rollout.response_length)
+    name = config.loss_agg_mode or POLICY_LOSSES[config.policy_loss].loss_agg_mode
+    weights = AGGREGATIONS[name](local, whole, config.rollout.response_length)
+    if not isinstance(weights, Weights) or weights.tokens.shape != local.shape:
+        text = f"loss_agg_mode={name} returned {_types(weights)}; expected Weights(tokens, count), tokens "
+        raise ConfigError(f"{text}{list(local.shape)}", key="loss_agg_mode", value=name)
+    return weights
 
 
 def policy_objective(

@@ -42,6 +42,9 @@ def run_for_scores(
         micro_batches: on the device; as many on every data-parallel rank.
         forward: called once for each chunk and micro-batch.
         pg: the groups of the layout.
+
+    Raises:
+        ConfigError: the output of ``forward`` is no tensor, or on the last stage not ``[..., rows, targets]``.
     """
     step = _forward_step(chunks, forward, pg, lambda rows: lambda output, non_loss_data: output)
     with scoring(chunks), releasing_inputs(chunks), _tracing(chunks, micro_batches):

@@ -12,7 +12,7 @@ import torch
 from mcontroller.errors import ConfigError
 from trainer import POLICY_LOSSES, PolicyLoss, estimate_kl, register_kl_estimator, register_policy_loss
 from workers.config import ActorConfig, ModelConfig
-from workers.losses.policy import clipped_policy_loss
+from workers.losses.policy import AGGREGATIONS, Weights, clipped_policy_loss
 from workers.train.losses import policy_metrics, policy_objective
 from workers.train.metrics import Rule
 
@@ -124,6 +124,15 @@ def test_a_loss_that_returns_something_else_is_an_error(returned: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         objective(choosing(policy_loss=name), torch.zeros(1, 3))
     assert caught.value.fields == {"key": "policy_loss", "value": name}
+
+
+@pytest.mark.parametrize("returned", [torch.ones(1, 3), Weights(torch.ones(3), torch.ones(()))])
+def test_an_average_that_returns_no_weights_of_tokens_is_an_error(returned: Any) -> None:
+    name = f"returning_{id(returned)}"
+    AGGREGATIONS.register(name)(lambda *masks: returned)
+    with pytest.raises(ConfigError) as caught:
+        objective(choosing(loss_agg_mode=name), torch.zeros(1, 3))
+    assert caught.value.fields == {"key": "loss_agg_mode", "value": name}
 
 
 @pytest.mark.parametrize("returned", [None, 1.0, torch.zeros(3)])
