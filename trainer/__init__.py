@@ -78,9 +78,9 @@ if TYPE_CHECKING:
     from workers.losses.kl import KL_ESTIMATORS as KL_ESTIMATORS
     from workers.losses.kl import estimate_kl as estimate_kl
     from workers.losses.kl import register_kl_estimator as register_kl_estimator
-    from workers.losses.registry import AGGREGATIONS as AGGREGATIONS
-    from workers.losses.registry import POLICY_LOSSES as POLICY_LOSSES
-    from workers.losses.registry import PolicyLoss as PolicyLoss
-    from workers.losses.registry import register_policy_loss as register_policy_loss
+    from workers.losses.policy import AGGREGATIONS as AGGREGATIONS
+    from workers.losses.policy import POLICY_LOSSES as POLICY_LOSSES
+    from workers.losses.policy import PolicyLoss as PolicyLoss
+    from workers.losses.policy import register_policy_loss as register_policy_loss
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

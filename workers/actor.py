@@ -32,7 +32,7 @@ from workers.generate.rollout_protocol import Rollout
 from workers.lora.adapters import adapters_of, changed_beside_adapters, without_adapters
 from workers.losses.kl import KL_ESTIMATORS
 from workers.losses.masking import inside
-from workers.losses.registry import POLICY_LOSSES
+from workers.losses.policy import POLICY_LOSSES
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker
 from workers.role_worker import PolicySettings
@@ -45,6 +45,7 @@ from workers.train.forward import forward_hidden, forward_top, is_last_chunk, ta
 from workers.train.losses import (
     MISMATCH,
     TokenLoss,
+    checked_output,
     columns_of_update,
     policy_metrics,
     policy_objective,
@@ -227,7 +228,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     def loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the policy loss, with the entropy bonus and the KL penalty of the configuration."""
-        log_probs, entropy = output
+        log_probs, entropy = _scores_of(rows, output)
         return policy_objective(self.config, rows, log_probs, entropy, self.context.pg.cp)
 
     def loss_count(self, rows: TokenBatch) -> Tensor:
@@ -405,10 +406,10 @@ class ActorRolloutRefWorker(ModelWorker):
         """
         require_role(self.roles, "actor", "update_actor")
         rows, rules = self._update(data, "update_actor")
-        self.trainer.use_phase("ppo")
         metrics = self.trainer.train(
             "update_actor",
             rows,
+            phase="ppo",
             loss=self.loss,
             rules=rules,
             micro_batch_size=self.config.update_size,
@@ -445,11 +446,12 @@ class ActorRolloutRefWorker(ModelWorker):
             rows, rules = self._update(data, "forward_backward")
         else:
             function, rules = functools.partial(loss.on_rank, self.context.pg.cp), loss.rules
-            rows = self._supervised(data) if loss.supervised else self._rows(data, "forward_backward", loss.columns)
-        self.trainer.use_phase("ppo")
+            read = self.reader.supervised if loss.supervised else functools.partial(self._rows, columns=loss.columns)
+            rows = read(data, "forward_backward")
         metrics = self.trainer.compute_gradients(
             "forward_backward",
             rows,
+            phase="ppo",
             loss=function,
             rules=rules,
             micro_batch_size=self.config.update_size,
@@ -477,11 +479,11 @@ class ActorRolloutRefWorker(ModelWorker):
             NonFiniteGradient: a gradient is NaN or Inf, and ``on_nonfinite`` of the optimizer is ``raise``.
         """
         require_role(self.roles, "actor", "update_sft")
-        rows = self._supervised(batch)
-        self.trainer.use_phase("sft")
+        rows = self.reader.supervised(batch, "update_sft")
         metrics = self.trainer.train(
             "update_sft",
             rows,
+            phase="sft",
             loss=sft_loss,
             count=super().loss_count,
             rules={"loss": Rule.TOKEN_MEAN, "entropy": Rule.TOKEN_MEAN},
@@ -518,7 +520,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     def _built_reference(self) -> list[Any]:
         """Return chunks of the reference: next to a policy, a copy of it, without its adapter if it has one."""
-        reference = self.build_model()
+        reference = self.built_chunks()
         for chunk in reference:
             chunk.requires_grad_(False)
         if self.model:  # a user-defined build_model may return other weights at its second call
@@ -543,13 +545,10 @@ class ActorRolloutRefWorker(ModelWorker):
             data, method, columns, temperature=temperature, experts=experts if replayed else None
         )
 
-    def _supervised(self, data: DataProto) -> TokenBatch:
-        return self.reader.supervised(data, "update_sft")
-
     def _scores(self, rows: TokenBatch, model: Sequence[nn.Module]) -> Tensor | None:
         """Return log-probabilities and entropies ``[2, rows, response]``; None off the last stage."""
         scores = self.scorer.score(model, rows, self.config.scoring_size)
-        return None if scores is None else inside(scores, rows.mask)
+        return None if scores is None else inside(_scores_of(rows, scores), rows.mask)
 
     def _update(self, data: DataProto, method: str) -> tuple[TokenBatch, dict[str, Rule]]:
         """Return the rows of an update with the columns that the loss reads, and how its reports are reduced.
@@ -565,4 +564,8 @@ class ActorRolloutRefWorker(ModelWorker):
                 columns = [*columns, "old_log_probs"]
         rows = self._rows(data, method, columns, replay=True)
         mismatch = "rollout_log_probs" in rows.columns and not self.overrides(ActorRolloutRefWorker.loss)
-        return rows, self.metrics() | (dict(MISMATCH) if mismatch else {})
+        return rows, {**self.metric_rules(), **(MISMATCH if mismatch else {})}
+
+
+def _scores_of(rows: TokenBatch, output: Any) -> Tensor:
+    return checked_output(output, (2, *rows.mask.shape), "log-probabilities and entropies of the targets")

@@ -17,7 +17,7 @@ from workers.model.build import build_model
 from workers.model_worker import ModelWorker
 from workers.train.batches import TokenBatch
 from workers.train.forward import forward_values, takes_distinct_tokens
-from workers.train.losses import masked_sum, value_loss
+from workers.train.losses import checked_output, masked_sum, value_loss
 from workers.train.metrics import TOKENS, Rule, reported
 from workers.train.mini_batches import division_of
 from workers.train.trainer import Trainer
@@ -71,6 +71,7 @@ class CriticWorker(ModelWorker):
     def loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the squared error to the returns, clipped around the old values."""
         mask = rows.mask
+        output = checked_output(output, mask.shape, "the values of the targets")
         value = value_loss(output, rows.columns["values"], rows.columns["returns"], clip=self.config.cliprange_value)
         count = mask.sum()
         token_means = {"vf_loss": value.loss, "vf_clipfrac": value.clipped, "vpred_mean": output}
@@ -128,7 +129,7 @@ class CriticWorker(ModelWorker):
             "update_critic",
             self.reader.responses(data, "update_critic", ("values", "returns")),
             loss=self.loss,
-            rules=self.metrics(),
+            rules=self.metric_rules(),
             micro_batch_size=self.config.update_size,
             division=division_of(self.config, data, "update_critic"),
         )
@@ -152,7 +153,7 @@ class CriticWorker(ModelWorker):
             "forward_backward",
             self.reader.responses(data, "forward_backward", ("values", "returns")),
             loss=self.loss,
-            rules=self.metrics(),
+            rules=self.metric_rules(),
             micro_batch_size=self.config.update_size,
             accumulate=accumulate,
         )

@@ -69,12 +69,6 @@ class Spread:
             sums.index_add_(0, self.several, extra.sum(1))  # no source comes twice
         return sums
 
-    def to(self, device: torch.device) -> Spread:
-        """Return the indices on ``device``."""
-        weights = None if self.weights is None else self.weights.to(device)
-        index, place, absent = self.index.to(device), self.place.to(device), self.absent.to(device)
-        return Spread(index, place, absent, self.several.to(device), self.others.to(device), weights)
-
 
 def spread_of(index: Tensor, sources: int, counted: Tensor | None = None) -> Spread:
     """Return the spread that ``index`` describes; call it while the tensors are on the CPU.
@@ -136,11 +130,6 @@ class DistinctTokens:
     def total(self) -> int:
         """Tokens of the sequence."""
         return len(self.source)
-
-    def to(self, device: torch.device) -> DistinctTokens:
-        """Return the indices on ``device``."""
-        source, position, of_row = (index.to(device) for index in (self.source, self.position, self.of_row))
-        return DistinctTokens(source, position, of_row, self.to_rows.to(device))
 
     def params(self) -> RowsOfTokens:
         """Return the parameters that take the sequence to rows in attention."""

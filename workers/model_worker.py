@@ -30,7 +30,7 @@ from workers.model.transformer_config import check_chunks, given_fields
 from workers.profiling.profiler import Profiler
 from workers.role_worker import RoleWorker
 from workers.train.batches import RowReader, TokenBatch
-from workers.train.metrics import Rule
+from workers.train.metrics import Rule, checked_rules
 from workers.train.micro_batches import MicroBatcher
 from workers.train.mini_batches import configured_mini_batches
 from workers.train.optimizer import (
@@ -289,7 +289,7 @@ class ModelWorker(MegatronWorker, RoleWorker):
             ddp: other fields of Megatron's DistributedDataParallelConfig.
         """
         self.state.check_context()
-        model = self.build_model()
+        model = self.built_chunks()
         if self.model_config.provider == "native":
             check_chunks(model, self.model_config, self.parallel, f"{type(self).__name__}.build_model")
         self.state.models["model"] = model
@@ -298,6 +298,25 @@ class ModelWorker(MegatronWorker, RoleWorker):
             base, path = base_hash(self.model_config), self.model_config.hf_path
             self.state.base = {"path": path, "sha256": base, "scale": lora.scale}
         self.trainer.set_up(phases, ddp)
+
+    def built_chunks(self) -> list[nn.Module]:
+        """Return the chunks of ``build_model``.
+
+        Raises:
+            ConfigError: it returned something else than a module for each virtual stage.
+        """
+        chunks: Any = self.build_model()
+        expected, given = self.parallel.vpp or 1, type(chunks).__name__
+        if isinstance(chunks, list | tuple):
+            given = f"{given} of {', '.join(type(chunk).__name__ for chunk in chunks) or 'nothing'}"
+            if len(chunks) == expected and all(isinstance(chunk, nn.Module) for chunk in chunks):
+                return list(chunks)
+        text = f"{type(self).__name__}.build_model returned {given}; expected a list of {expected} modules, one for "
+        raise ConfigError(f"{text}each virtual stage of this rank", key="build_model")
+
+    def metric_rules(self) -> Mapping[str, Rule]:
+        """Return the ``metrics`` of the worker, checked."""
+        return checked_rules(self.metrics(), f"{type(self).__name__}.metrics()")
 
     def _checked_optimizer(
         self, model: Sequence[Any], config: OptimConfig

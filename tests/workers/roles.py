@@ -59,7 +59,7 @@ def actor(
     return worker
 
 
-def critic(parallel: dict[str, Any], **changes: Any) -> CriticWorker:
+def critic(parallel: dict[str, Any], worker_class: type[CriticWorker] = CriticWorker, **changes: Any) -> CriticWorker:
     """An initialized critic on this rank."""
     defaults = {
         "model": MODEL,
@@ -70,7 +70,7 @@ def critic(parallel: dict[str, Any], **changes: Any) -> CriticWorker:
         "ppo_epochs": 2,
     }
     be_a_worker()
-    worker = callable_directly(CriticWorker(_config(CriticConfig, defaults, changes)))
+    worker = callable_directly(worker_class(_config(CriticConfig, defaults, changes)))
     worker.init_model()
     return worker
 

@@ -131,17 +131,18 @@ def test_invalid_row_of_one_shard_raises_on_every_rank() -> None:
     assert run_ranks(padding_only_on_one_shard, 2) == [[(1, 0)] * 7] * 2
 
 
-def scored_at_temperature(temperature: float) -> str:
+def scored_at_temperature(temperature: Any) -> tuple[str, Any]:
     worker, batch = actor({}, "actor"), experience(4)
     batch.meta_info["temperature"] = temperature
     with pytest.raises(ConfigError) as caught:
         worker.compute_log_prob(batch)
-    return str(caught.value)
+    return caught.value.key, caught.value.value
 
 
 @pytest.mark.simulated
-def test_temperature_of_0_is_rejected_for_scores() -> None:
-    assert "meta_info['temperature'] is 0.0; it must be a number above 0" in run_ranks(scored_at_temperature, 1, 0.0)[0]
+@pytest.mark.parametrize("temperature", [0.0, float("inf"), True, "1"])
+def test_a_temperature_that_is_no_finite_number_above_0_is_rejected_for_scores(temperature: Any) -> None:
+    assert run_ranks(scored_at_temperature, 1, temperature) == [("temperature", temperature)]
 
 
 def updated_with_nan(parallel: dict[str, Any], on_nonfinite: str) -> dict[str, Any]:

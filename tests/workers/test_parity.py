@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.workers.roles import (
+    FOR_GRADIENTS,
+    MODEL,
     SAMPLED,
     actor,
     experience,
@@ -19,6 +23,11 @@ from tests.workers.roles import (
     prompts,
     weights,
 )
+from trainer import PolicyLoss, register_policy_loss
+from workers.actor import ActorRolloutRefWorker
+from workers.losses.policy import clipped_policy_loss
+from workers.weights.shards import named_shards
+from workers.weights.whole_tensors import WholeTensors
 
 pytestmark = pytest.mark.simulated
 
@@ -100,3 +109,62 @@ def test_experts_divided_over_ranks_compute_what_one_process_computes(
         assert rank["metrics"] == pytest.approx(expected["metrics"], abs=TOLERANCE, rel=TOLERANCE)
         if rank["responses"] is not None:
             assert torch.equal(rank["responses"], expected["responses"].chunk(2)[rank["dp"]])
+
+
+@register_policy_loss("ppo_with_given_clips", columns=("clipped",))
+def with_given_clips(
+    log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any, *, columns: Any, **clip: Any
+) -> PolicyLoss:
+    """PPO's loss, in which a column says the tokens that are clipped."""
+    ratio = torch.exp(log_probs - old_log_probs)
+    clipped = columns["clipped"]
+    return PolicyLoss(-advantages * torch.where(clipped > 0, ratio.detach(), ratio), ratio, clipped)
+
+
+class NotingClips(ActorRolloutRefWorker):
+    def loss(self, rows: Any, output: torch.Tensor) -> Any:
+        old, advantages = rows.columns["old_log_probs"], rows.columns["advantages"]
+        policy = clipped_policy_loss(output[0], old, advantages, rows.mask, clip_low=0.2, clip_high=0.2)
+        self.clipped = policy.clipped * rows.mask
+        return super().loss(rows, output)
+
+
+def gradients_at_the_clip(
+    parallel: dict[str, Any], policy_loss: str, columns: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the gradients of a model in bfloat16, and which tokens were clipped on this rank."""
+    settings = {"ppo_mini_batch_size": ROWS, "ppo_micro_batch_size": ROWS, "ppo_epochs": 1, "optim": FOR_GRADIENTS}
+    model = MODEL | {"dtype": "bfloat16"}
+    worker = actor(parallel, "actor", NotingClips, model=model, policy_loss=policy_loss, **settings)
+    worker.forward_backward(own_shard(experience(ROWS).with_tensors(columns), worker))
+
+    def gradients() -> list[Any]:
+        shards = named_shards(worker.model, worker.context)
+        return [dataclasses.replace(shard, param=shard.param.main_grad) for shard in shards]
+
+    with worker.context.activate():
+        return {name: tensor.clone() for name, tensor in WholeTensors(gradients)}, worker.clipped
+
+
+def scores_in_bfloat16() -> torch.Tensor:
+    worker = actor({}, "actor", model=MODEL | {"dtype": "bfloat16"})
+    return worker.compute_log_prob(experience(ROWS)).batch["old_log_probs"]
+
+
+@functools.cache
+def on_the_edge() -> dict[str, torch.Tensor]:
+    """Return ``old_log_probs`` with which the ratio of every token is at the edge of its clip."""
+    bound = torch.where(experience(ROWS).batch["advantages"] > 0, math.log(1.2), math.log(0.8))
+    return {"old_log_probs": run_ranks(scores_in_bfloat16, 1)[0] - bound}
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"cp": 2}], ids=str)
+def test_in_bfloat16_a_layout_has_the_gradients_of_one_process_if_the_same_tokens_are_clipped(
+    parallel: dict[str, int],
+) -> None:
+    """Rounding moves tokens across the edge of a clip, and the gradient of one token may be 0.15."""
+    ((_, clipped),) = run_ranks(gradients_at_the_clip, 1, {}, "ppo", on_the_edge())
+    given = on_the_edge() | {"clipped": clipped}
+    ((alone, _),) = run_ranks(gradients_at_the_clip, 1, {}, "ppo_with_given_clips", given)
+    divided, _ = run_ranks(gradients_at_the_clip, 2, parallel, "ppo_with_given_clips", given)[0]
+    assert largest_difference(divided, alone) < 0.05

@@ -36,7 +36,7 @@ from workers.config import ActorConfig, ModelConfig, RolloutConfig
 from workers.config.trained_weights import base_is_frozen
 from workers.critic import CriticWorker
 from workers.generate.vllm.interpreter import interpreter_of, is_present
-from workers.losses.registry import POLICY_LOSSES
+from workers.losses.policy import POLICY_LOSSES
 from workers.planning import is_planned
 from workers.reward import RewardModelWorker
 from workers.weights.hf.checkpoint import check_checkpoint_files

@@ -18,7 +18,7 @@ from workers.config.optim import OptimConfig, check_ddp
 from workers.config.parallel import ParallelConfig
 from workers.config.rollout import RolloutConfig
 from workers.losses.kl import check_kl_loss
-from workers.losses.registry import AGGREGATIONS, POLICY_LOSSES
+from workers.losses.policy import AGGREGATIONS, POLICY_LOSSES
 
 
 class MicroBatchSize(NamedTuple):

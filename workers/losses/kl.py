@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
 from parallel_state.lazy import Lazy
+from workers.losses.policy import check_of_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +95,9 @@ def check_kl_loss(name: str) -> None:
         )
 
 
-def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, kl_penalty: str = "k1", clip: float | None = None) -> Tensor:
+def estimate_kl(
+    log_probs: Tensor, ref_log_probs: Tensor, kl_penalty: str = "k1", clip: float | None = None, key: str = "kl_penalty"
+) -> Tensor:
     """Return the estimate of KL(policy || reference) of every token, in the shape of ``log_probs``.
 
     Args:
@@ -102,9 +105,12 @@ def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, kl_penalty: str = "k1"
         ref_log_probs: the same under the reference.
         kl_penalty: a name in ``KL_ESTIMATORS``.
         clip: limit of the estimate on both sides of 0, beyond which it has no gradient. None: no limit.
+        key: of the configuration that has the name, for errors.
 
     Raises:
-        ConfigError: no estimator has this name.
+        ConfigError: no estimator has this name, or it does not return a value of every token, with gradients if
+            ``log_probs`` has them.
     """
-    estimate = KL_ESTIMATORS.get_or_raise(kl_penalty)(log_probs - ref_log_probs)
+    estimate = KL_ESTIMATORS.get_or_raise(kl_penalty, key=key)(log_probs - ref_log_probs)
+    check_of_tokens(key, kl_penalty, {"the estimate": estimate}, log_probs)
     return estimate if clip is None else estimate.clamp(-clip, clip)

@@ -22,7 +22,7 @@ from workers.config.fit import check_fit
 from workers.model.gpu_defaults import gpu_defaults
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": activations.fast_gelu,
@@ -123,7 +123,7 @@ def _from_model(model: ModelConfig) -> dict[str, Any]:
     dtype = getattr(torch, model.dtype)
     fields = {name: getattr(model, name) for name in SAME_NAME}
     fields |= {
-        "activation_func": _ACTIVATIONS[model.activation],
+        "activation_func": ACTIVATIONS[model.activation],
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -184,7 +184,7 @@ def check_chunks(chunks: Sequence[Any], model: ModelConfig, parallel: ParallelCo
             continue
         dense = config.num_moe_experts is None and expected.num_moe_experts is None
         for name in (*_ARCHITECTURE, *(name for name in parallel_fields(parallel) if name not in _CHANGEABLE)):
-            unnamed = name == "activation_func" and config.activation_func not in _ACTIVATIONS.values()
+            unnamed = name == "activation_func" and config.activation_func not in ACTIVATIONS.values()
             latent = name in ("num_query_groups", "kv_channels") and config.multi_latent_attention
             if not (unnamed or latent or (dense and name == "expert_tensor_parallel_size")):
                 _compare(differing, name, getattr(config, name), getattr(expected, name))

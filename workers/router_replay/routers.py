@@ -39,7 +39,7 @@ class ModelRouters:
         experts: number of experts of a layer.
         topk: number of experts that compute a token.
         layers: number of layers with experts in the whole model.
-        own: for each router of this rank, in the order of the chunks, the index of its layer among the layers with
+        local: for each router of this rank, in the order of the chunks, the index of its layer among the layers with
             experts.
         dtype: of the indices of experts: int8, or int16 if there are more than 128 experts.
 
@@ -67,7 +67,7 @@ class ModelRouters:
         self.dtype = torch.int8 if self.experts <= 128 else torch.int16
 
     def places(self, chunk: nn.Module) -> slice:
-        """Return which of ``own`` are the routers of an unwrapped chunk."""
+        """Return which of ``local`` are the routers of an unwrapped chunk."""
         start = 0
         for key, routers in self._of_chunk.items():
             if key == id(chunk):
@@ -76,30 +76,38 @@ class ModelRouters:
         raise KeyError(f"a {type(chunk).__name__} that is no chunk of this model")
 
     @contextlib.contextmanager
-    def recording(self, chunk: nn.Module) -> Iterator[list[Tensor]]:
-        """Context manager of one pass through an unwrapped chunk, in which its routers choose.
-
-        Its value is a list that gets one tensor at the end of the pass: the experts of every token, in ``dtype``,
-        ``[tokens, routers of the chunk, topk]``.
-        """
-        recorded: list[Tensor] = []
-        with self._pass(chunk, None, again=False) as choices:
-            yield recorded
-        if choices:
-            recorded.append(torch.stack([choice.to(self.dtype) for choice in choices], 1))
-
-    @contextlib.contextmanager
-    def replaying(self, chunk: nn.Module, given: Tensor, *, again: bool) -> Iterator[None]:
+    def in_pass(self, chunk: nn.Module, given: Tensor | None = None, *, again: bool = False) -> Iterator[list[Tensor]]:
         """Context manager of one pass through an unwrapped chunk, in which its routers choose the experts given.
+
+        Its value is a list that has the choice of each of them at the end, int64 ``[tokens, topk]``.
 
         Args:
             chunk: the chunk.
             given: ``[tokens, routers of the chunk, topk]``; a token's router chooses if they are ``NOT_RECORDED``.
+                None: routers choose.
             again: whether the backward pass may compute layers again, which must choose the same: they get the experts
                 of the forward passes in their order, until ``forget``.
+
+        Raises:
+            ConfigError: a router has chosen without Megatron's ``router_replay``.
         """
-        with self._pass(chunk, given, again=again):
-            yield
+        routers, chosen = self._of_chunk[id(chunk)], list[Tensor]()
+        for index, router in enumerate(routers):
+            router.choice.begin(None if given is None else given[:, index], again=again)
+        try:
+            yield chosen
+        finally:
+            ends = [router.choice.end() for router in routers]
+        for router, end in zip(routers, ends, strict=True):
+            if end is None:
+                raise ConfigError(
+                    f"router_replay is set, but {router.name}, a {router.kind} of megatron-core {release()}, "
+                    "chose its experts without asking its router_replay, as Megatron's TopKRouter does from 0.16.1 on "
+                    "if moe_router_fusion is off and its load balancing is none, aux_loss, seq_aux_loss or "
+                    "global_aux_loss: set router_replay to none",
+                    key="router_replay",
+                )
+            chosen.append(end)
 
     def forget(self) -> None:
         """End the backward passes; layers that were not computed again have experts left."""
@@ -126,26 +134,6 @@ class ModelRouters:
         everything = local.new_full((*local.shape[:-2], self.layers, self.topk), NOT_RECORDED)
         everything[..., self.local, :] = local
         return self.largest(everything, self._pg.pp)
-
-    @contextlib.contextmanager
-    def _pass(self, chunk: nn.Module, given: Tensor | None, *, again: bool) -> Iterator[list[Tensor]]:
-        routers, chosen = self._of_chunk[id(chunk)], list[Tensor]()
-        for index, router in enumerate(routers):
-            router.choice.begin(None if given is None else given[:, index], again=again)
-        try:
-            yield chosen
-        finally:
-            ends = [router.choice.end() for router in routers]
-        for router, end in zip(routers, ends, strict=True):
-            if end is None:
-                raise ConfigError(
-                    f"router_replay is set, but {router.name}, a {router.kind} of megatron-core {release()}, "
-                    "chose its experts without asking its router_replay, as Megatron's TopKRouter does from 0.16.1 on "
-                    "if moe_router_fusion is off and its load balancing is none, aux_loss, seq_aux_loss or "
-                    "global_aux_loss: set router_replay to none",
-                    key="router_replay",
-                )
-            chosen.append(end)
 
 
 class _Router:

@@ -44,7 +44,7 @@ class ReplayedExperts:
             positions: int64 ``[tokens]``, the place of each token of this rank in the flattened rows ``[rows, seq]``.
         """
         given = self.values[:, :, self.routers.places(chunk)].flatten(0, 1)[positions]
-        with self.routers.replaying(chunk, given, again=torch.is_grad_enabled()):
+        with self.routers.in_pass(chunk, given, again=torch.is_grad_enabled()):
             yield
 
 
@@ -86,9 +86,10 @@ class RecordedExperts:
     @contextlib.contextmanager
     def in_pass(self, chunk: nn.Module, positions: Tensor) -> Iterator[None]:
         """Context manager of a pass whose choices are recorded; arguments as of ``ReplayedExperts.in_pass``."""
-        with self.routers.recording(chunk) as choices:
+        with self.routers.in_pass(chunk) as choices:
             yield
-        self._passes += [(self.routers.places(chunk), positions, chosen) for chosen in choices]
+        if choices:
+            self._passes.append((self.routers.places(chunk), positions, torch.stack(choices, 1).to(self.routers.dtype)))
 
     def gather(self, pg: ProcessGroupCollection) -> Tensor:
         """Return the experts of all rows in all layers, ``[rows, seq, layers, topk]`` on the CPU.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,12 +34,13 @@ def temperature_of(meta_info: Mapping[str, Any], default: float, method: str) ->
     """Return the temperature of a batch, or the ``default``.
 
     Raises:
-        ConfigError: it is not a number above 0.
+        ConfigError: it is not a finite number above 0.
     """
     temperature = meta_info.get("temperature", default)
-    if not isinstance(temperature, numbers.Real) or not float(temperature) > 0:
+    number = isinstance(temperature, numbers.Real) and not isinstance(temperature, bool)
+    if not number or not 0 < float(temperature) < math.inf:
         raise ConfigError(
-            f"{method}: meta_info['temperature'] is {temperature!r}; it must be a number above 0",
+            f"{method}: meta_info['temperature'] is {temperature!r}; it must be a finite number above 0",
             key="temperature",
             value=temperature,
         )

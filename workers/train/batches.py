@@ -8,8 +8,8 @@ split, and nothing is computed for columns that are padding in every row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -103,10 +103,17 @@ class TokenBatch:
         """
         mask = self.mask[index]
         mask[valid:] = 0.0
-        rows = self._map(lambda column: column[index])
-        rows.mask = mask
-        rows.experts = None if self.experts is None else self.experts.take(index, valid)
-        return rows
+        return TokenBatch(
+            self.tokens[index],
+            self.targets[index],
+            self.predictors[index],
+            mask,
+            self.lengths[index],
+            {name: column[index] for name, column in self.columns.items()},
+            self.temperature,
+            experts=None if self.experts is None else self.experts.take(index, valid),
+            together=self.together,
+        )
 
     def narrow(self, width: int) -> TokenBatch:
         """Return the rows cut to ``width`` tokens; no row may be longer."""
@@ -143,26 +150,19 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """Return the batch on ``device``."""
-        return replace(
-            self._map(lambda column: column.to(device)),
-            packing=None if self.packing is None else self.packing.to(device),
-            distinct=None if self.distinct is None else self.distinct.to(device),
-            local=None if self.local is None else self.local.to(device),
-            ahead=tuple(targets.to(device) for targets in self.ahead),
-            experts=None if self.experts is None else self.experts.to(device),
-        )
+        experts = None if self.experts is None else self.experts.to(device)
+        return replace(_moved(self, device), experts=experts)
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
-        return TokenBatch(
-            change(self.tokens),
-            change(self.targets),
-            change(self.predictors),
-            change(self.mask),
-            change(self.lengths),
-            {name: change(column) for name, column in self.columns.items()},
-            self.temperature,
-            together=self.together,
-        )
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a tensor on ``device``, or a dataclass, dict or tuple with its tensors there."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: _moved(getattr(value, one.name), device) for one in fields(value)})
+    if isinstance(value, dict):
+        return {name: _moved(column, device) for name, column in value.items()}
+    return tuple(_moved(one, device) for one in value) if isinstance(value, tuple) else value
 
 
 def tensor_columns(data: DataProto) -> dict[str, Tensor]:
@@ -206,10 +206,10 @@ def response_batch(
     width = batch["responses"].size(1)
     check_token_ids("responses", batch["responses"], method)
     prompt_width = batch["input_ids"].size(1) - width
-    if prompt_width < 1:
+    if prompt_width < 1 or width < 1:
         raise DataError(
             f"{method}: input_ids is {batch['input_ids'].size(1)} tokens wide, responses {width}: input_ids must "
-            "contain the prompt and the response, and therefore be wider than responses",
+            "contain the prompt and the response, each of at least one token, and therefore be wider than responses",
             method=method,
             columns=["input_ids", "responses"],
         )

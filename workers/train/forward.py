@@ -21,7 +21,7 @@ from workers.columns import TOKEN_TEMPERATURES
 from workers.model.token_prediction import is_trained
 from workers.model.vocab_parallel import log_probs_and_entropy, top_log_probs
 from workers.train.batches import TokenBatch
-from workers.train.packing import LocalTargets
+from workers.train.packing import LocalTargets, without_values
 from workers.train.router_losses import padding_matters
 from workers.zigzag import zigzag_slice
 
@@ -92,7 +92,7 @@ def _predicting_more(
         chosen, project, group = _predicted(chunk, states, local, pg, vocab_size)
         targets = rows.targets.flatten()[local.index]
         log_probs, _ = log_probs_and_entropy(chosen, project, targets, group, vocab_size=vocab_size)
-        total = total - (log_probs * 0.0 if local.empty else log_probs).sum()
+        total = total - (without_values(log_probs) if local.empty else log_probs).sum()
     attached: Tensor = chunk.mtp.loss.attached(main, total / len(predicting))
     return attached
 
@@ -178,7 +178,7 @@ def _predicted(
     """The hidden states that predict the targets, the way to logits, and the ranks that divide the vocabulary."""
     chunk = unwrap_model(model)
     if not _has_output_layer(chunk):
-        return _at_predictors(hidden, local), _unchanged, None if hidden.size(-1) >= vocab_size else pg.tp
+        return _at_predictors(hidden, local), lambda logits: logits, None if hidden.size(-1) >= vocab_size else pg.tp
     if chunk.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=pg.tp)
     return local.select(hidden.flatten(0, 1)), functools.partial(_logits, chunk), pg.tp
@@ -273,10 +273,6 @@ def _at_predictors(output: Tensor, local: LocalTargets) -> Tensor:
     """The rows of ``output`` ``[sequences, seq, width]`` at the columns that predict the targets: ``[n, width]``."""
     sequences = output.size(0)
     return output[local.predictors % sequences, local.predictors // sequences]
-
-
-def _unchanged(logits: Tensor) -> Tensor:
-    return logits
 
 
 def _has_output_layer(chunk: nn.Module) -> bool:

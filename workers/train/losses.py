@@ -6,7 +6,7 @@ global mini-batch. Policy losses by name are in ``workers.losses.policy``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,9 +18,17 @@ from mcontroller.errors import ConfigError
 from workers.config import ActorConfig
 from workers.losses.kl import estimate_kl
 from workers.losses.masking import inside
-from workers.losses.registry import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, Weights
+from workers.losses.policy import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    TOKEN_MEANS,
+    PolicyLoss,
+    Weights,
+    check_names,
+    check_of_tokens,
+)
 from workers.train.batches import TokenBatch
-from workers.train.metrics import TOKENS, Rule
+from workers.train.metrics import TOKENS, Rule, checked_rules
 
 MISMATCH: Mapping[str, Rule] = {
     "training/rollout_probs_diff_mean": Rule.TOKEN_MEAN,
@@ -96,6 +104,24 @@ def checked_loss(name: str, returned: Any, rows: TokenBatch, output: Any) -> tup
     return total, count.detach(), {which: value.detach() for which, value in report.items()}
 
 
+def checked_output(output: Any, shape: Sequence[int], what: str) -> Tensor:
+    """Return the output of ``forward_step`` on the last stage.
+
+    Args:
+        output: what it returned.
+        shape: of the tensor that is expected.
+        what: the values that it has.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(output, Tensor) or output.shape != torch.Size(shape):
+        given = list(output.shape) if isinstance(output, Tensor) else f"of type {_types(output)}"
+        text = f"the output of forward_step on the last stage is {given}; expected a tensor {list(shape)}, {what}"
+        raise ConfigError(text, key="forward_step")
+    return output
+
+
 def _types(returned: Any) -> str:
     values = returned if isinstance(returned, tuple) else (returned,)
     return ", ".join(type(value).__name__ for value in values)
@@ -143,8 +169,12 @@ def columns_of_update(config: ActorConfig, present: set[str]) -> list[str]:
 
 def weights_of(config: ActorConfig, local: Tensor, whole: Tensor) -> Weights:
     """Return the weights of tokens in the average of the loss, and their count; the masks are as in ``Aggregation``."""
-    average = AGGREGATIONS[config.loss_agg_mode or POLICY_LOSSES[config.policy_loss].loss_agg_mode]
-    return average(local, whole, config.rollout.response_length)
+    name = config.loss_agg_mode or POLICY_LOSSES[config.policy_loss].loss_agg_mode
+    weights = AGGREGATIONS[name](local, whole, config.rollout.response_length)
+    if not isinstance(weights, Weights) or weights.tokens.shape != local.shape:
+        text = f"loss_agg_mode={name} returned {_types(weights)}; expected Weights(tokens, count), tokens "
+        raise ConfigError(f"{text}{list(local.shape)}", key="loss_agg_mode", value=name)
+    return weights
 
 
 def policy_objective(
@@ -180,8 +210,8 @@ def policy_objective(
         total = total + others - others.detach()
     extra = -config.entropy_coeff * entropy
     if config.use_kl_loss:
-        kl = estimate_kl(log_probs, columns["ref_log_prob"], config.kl_loss_type, config.kl_loss_clip)
-        _check_of_tokens("kl_loss_type", config.kl_loss_type, {"the estimate": kl}, log_probs)
+        reference, kind, clip = columns["ref_log_prob"], config.kl_loss_type, config.kl_loss_clip
+        kl = estimate_kl(log_probs, reference, kind, clip, key="kl_loss_type")
         extra = extra + config.kl_loss_coef * kl
         token_means["kl_loss"] = kl
     if "rollout_log_probs" in columns:
@@ -199,9 +229,7 @@ def policy_objective(
 
 def policy_metrics(config: ActorConfig) -> dict[str, Rule]:
     """Return how the values that ``policy_objective`` reports are reduced."""
-    means = ["pg_clipfrac", "pg_clipfrac_low", "pg_clipfrac_high", "ppo_kl", "entropy"]
-    means += POLICY_LOSSES[config.policy_loss].metrics
-    means += ["kl_loss"] * bool(config.use_kl_loss)
+    means = [*TOKEN_MEANS, *POLICY_LOSSES[config.policy_loss].metrics, *["kl_loss"] * bool(config.use_kl_loss)]
     return {"pg_loss": Rule.LOSS_MEAN} | dict.fromkeys(means, Rule.TOKEN_MEAN) | {"ratio_max": Rule.MAX}
 
 
@@ -225,29 +253,16 @@ def _policy_loss(
         dual_clip=config.clip_ratio_c,
         **extra,
     )
+    name, expected = config.policy_loss, "expected PolicyLoss(loss, ratio, clipped, metrics)"
+    if not isinstance(policy, PolicyLoss) or not isinstance(policy.metrics, Mapping):
+        given = f"metrics {policy.metrics!r}" if isinstance(policy, PolicyLoss) else _types(policy)
+        raise ConfigError(f"policy_loss={name} returned {given}; {expected}", key="policy_loss", value=name)
+    if policy.metrics.keys() != set(registered.metrics):
+        names = f"the metrics {sorted(policy.metrics)}; it is registered with metrics={registered.metrics}"
+        raise ConfigError(f"policy_loss={name} returned {names}", key="policy_loss", value=name)
     tensors = {"loss": policy.loss, "ratio": policy.ratio, "clipped": policy.clipped, **policy.metrics}
-    _check_of_tokens("policy_loss", config.policy_loss, tensors, log_probs)
+    check_of_tokens("policy_loss", name, tensors, log_probs)
     return policy
-
-
-def _check_of_tokens(key: str, name: str, tensors: Mapping[str, Tensor], log_probs: Tensor) -> None:
-    """Check that tensors of a registered function are ``[rows, response]``, and that the first one has gradients."""
-    for which, tensor in tensors.items():
-        if tensor.shape != log_probs.shape:
-            raise ConfigError(
-                f"{key}={name}: {which} is {list(tensor.shape)}; expected a value of every token, "
-                f"{list(log_probs.shape)}",
-                key=key,
-                value=name,
-            )
-    which, tensor = next(iter(tensors.items()))
-    if log_probs.requires_grad and not tensor.requires_grad:
-        raise ConfigError(
-            f"{key}={name}: {which} has no gradients, so that it would train nothing: compute it from the "
-            "log-probabilities without detach() or torch.no_grad()",
-            key=key,
-            value=name,
-        )
 
 
 def _old_log_probs(rows: TokenBatch, log_probs: Tensor) -> Tensor:
@@ -276,6 +291,9 @@ class TokenLoss:
         metrics: how the values of its report are reduced.
         supervised: whether the targets are the tokens with a ``loss_mask`` of 1, and not the responses.
 
+    Raises:
+        ConfigError: ``columns`` is a string, or ``metrics`` has something else than rules.
+
     Examples:
         >>> policy.forward_backward(batch)
         >>> policy.forward_backward(supervised_rows(others), loss=SFT, accumulate=True)
@@ -287,6 +305,10 @@ class TokenLoss:
     columns: tuple[str, ...] = ()
     metrics: Mapping[str, Rule] = field(default_factory=dict)
     supervised: bool = False
+
+    def __post_init__(self) -> None:
+        check_names("TokenLoss.columns", self.columns)
+        checked_rules(self.metrics, "TokenLoss.metrics")
 
     @property
     def rules(self) -> dict[str, Rule]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from mcontroller.data.batch import DataProto
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, before_changes
 
 TOKENS = "tokens"
 """The key under which a loss reports its number of valid tokens: the weight of every TOKEN_MEAN."""
@@ -35,6 +36,23 @@ class Rule(enum.Enum):
     LOSS_MEAN = "loss mean"
     SUM = "sum"
     MAX = "max"
+
+
+def checked_rules(rules: Any, owner: str) -> Mapping[str, Rule]:
+    """Return rules by name.
+
+    Args:
+        rules: what a user returned or passed.
+        owner: where they come from, for the error.
+
+    Raises:
+        ConfigError: they are something else.
+    """
+    if not isinstance(rules, Mapping) or not all(isinstance(rule, Rule) for rule in rules.values()):
+        with before_changes():
+            text = f"{owner} is {rules!r}; expected a dict of names and members of Rule: {', '.join(map(str, Rule))}"
+            raise ConfigError(text, key="metrics", value=rules)
+    return rules
 
 
 def reduce_reports(

@@ -62,6 +62,9 @@ class MicroBatcher:
     def divide(self, rows: TokenBatch, index: Tensor, most: int, size: MicroBatchSize) -> list[MicroBatch]:
         """Divide the rows at ``index`` into micro-batches, as many on every data-parallel rank (a collective).
 
+        Those by rows have equal sizes, and are filled up unless they are packed. Those by tokens are as wide as their
+        longest row; a row that is longer than the budget is alone. One without rows takes the shortest as filling.
+
         Args:
             rows: the rows of this rank.
             index: the rows to divide, int64.
@@ -78,18 +81,15 @@ class MicroBatcher:
                     "ppo_micro_batch_size (and log_prob_micro_batch_size) to at least that",
                     rows_together=rows.together,
                 )
-        multiple, packed = self.length_multiple, self.packed
-        if not size.tokens:
-            return equal_micro_batches(
-                rows, index, most, size.rows, self.count_multiple, length_multiple=multiple, packed=packed
-            )
-        if not packed:
-            multiple = width_multiple(multiple, self.device)
-        least = least_count(
-            rows.lengths[index], size.tokens, multiple, rows.tokens.size(1), packed=packed, together=rows.together
-        )
-        count = -(-max(self.gather(least)) // self.count_multiple) * self.count_multiple
-        return token_micro_batches(rows, index, count, size.tokens, length_multiple=multiple, packed=packed)
+        if size.tokens:
+            parts, height = self._by_tokens(rows, index, size.tokens), None
+        else:
+            units = -(-most // rows.together)
+            count = self._count(-(-units // (size.rows // rows.together)))
+            height = max(-(-units // count), 1) * rows.together
+            parts = [index[at * height : (at + 1) * height] for at in range(count)]
+        filling = int(index[rows.lengths[index].argmin()] if len(index) else rows.lengths.argmin())
+        return [self._micro_batch(rows, part, height, filling) for part in parts]
 
     def on_device(self, model: Sequence[nn.Module], batches: Iterable[TokenBatch]) -> list[TokenBatch]:
         """Return micro-batches on the device, with this rank's targets located while their masks are on the CPU."""
@@ -102,135 +102,40 @@ class MicroBatcher:
         """Return the ``number`` of every data-parallel rank, in the order of their shards (a collective)."""
         return [shard for (shard,) in gather_numbers([number], self.pg.dp, self.device)]
 
+    def _count(self, needed: int) -> int:
+        return -(-max(needed, 1) // self.count_multiple) * self.count_multiple
 
-def width_multiple(length_multiple: int, device: torch.device) -> int:
-    """Return the multiple of padded micro-batches' widths: on a GPU also of 128.
+    def _by_tokens(self, rows: TokenBatch, index: Tensor, max_tokens: int) -> list[Tensor]:
+        """Return the rows of each micro-batch, with the largest cost as small as their number allows."""
+        widths = _rounded(rows.lengths[index], self._multiple, rows.tokens.size(1)).view(-1, rows.together)
+        costs, budget = (widths.sum(1), max_tokens) if self.packed else (widths.amax(1), max_tokens // rows.together)
+        costs, by_cost = costs.sort(descending=True, stable=True)
+        needed = len(_groups(costs.tolist(), budget, self.packed))
+        count = self._count(max(self.gather(needed)))
+        groups = _even_groups(costs.tolist(), count, budget, self.packed)
+        groups += [[]] * (count - len(groups))
+        units = index.view(-1, rows.together)
+        return [units[by_cost[group]].flatten() for group in groups]
 
-    cuDNN builds a plan for attention at every new width, which takes long. Multiples of 128 recur.
+    @property
+    def _multiple(self) -> int:
+        """What lengths are rounded up to under a budget of tokens; on a GPU that of padded rows is also one of 128.
 
-    Args:
-        length_multiple: that the layout requires.
-        device: of the model.
-    """
-    return length_multiple if device.type == "cpu" else math.lcm(length_multiple, _FEW_WIDTHS)
+        cuDNN builds a plan for attention at every new width, which takes long. Multiples of 128 recur.
+        """
+        few = self.device.type != "cpu" and not self.packed
+        return math.lcm(self.length_multiple, _FEW_WIDTHS) if few else self.length_multiple
 
-
-def equal_micro_batches(
-    batch: TokenBatch,
-    index: Tensor,
-    most: int,
-    micro_batch_size: int,
-    multiple: int = 1,
-    *,
-    length_multiple: int = 1,
-    packed: bool = False,
-) -> list[MicroBatch]:
-    """Divide the rows at ``index`` into micro-batches of equal size, the last ones filled up.
-
-    Packed ones are not filled up; one without rows takes one short row as filling.
-
-    Args:
-        batch: the rows of this data-parallel rank.
-        index: ``[n]`` int64, the rows to take.
-        most: the largest number of rows of any data-parallel rank. Number and size of the micro-batches depend on it
-            alone, so that all ranks agree.
-        micro_batch_size: the most rows of a micro-batch.
-        multiple: the number of micro-batches is a multiple of this (pp, under an interleaved schedule).
-        length_multiple: the lengths of packed rows are rounded up to a multiple of this.
-        packed: whether the rows of a micro-batch are one sequence.
-    """
-    units = -(-most // batch.together)
-    count = max(-(-units // (micro_batch_size // batch.together)), 1)
-    count = -(-count // multiple) * multiple
-    size = max(-(-units // count), 1) * batch.together
-    parts = [index[at * size : (at + 1) * size] for at in range(count)]
-    if packed:
-        return [_packed(batch, part, _shortest(batch, index), length_multiple) for part in parts]
-    return [_micro_batch(batch, part, size) for part in parts]
-
-
-def token_micro_batches(
-    batch: TokenBatch, index: Tensor, count: int, max_tokens: int, *, length_multiple: int = 1, packed: bool = False
-) -> list[MicroBatch]:
-    """Divide the rows at ``index`` into ``count`` micro-batches, with the largest cost as small as the grouping allows.
-
-    If there are fewer groups of rows than ``count``, each micro-batch without rows takes one short row as filling.
-
-    Args:
-        batch: the rows of this data-parallel rank.
-        index: ``[n]`` int64, the rows to take.
-        count: number of micro-batches, at least ``least_count`` of these rows.
-        max_tokens: the most tokens of a micro-batch, unless it is a single row.
-        length_multiple: lengths are rounded up to a multiple of this.
-        packed: whether a micro-batch costs the sum of its lengths, or its rows times the longest.
-    """
-    longest = batch.tokens.size(1)
-    widths = _rounded(batch.lengths[index], length_multiple, longest)
-    costs, budget = _costs(widths, max_tokens, packed, batch.together)
-    costs, by_cost = costs.sort(descending=True, stable=True)
-    groups = _even_groups(costs.tolist(), count, budget, packed)
-    groups += [[]] * (count - len(groups))
-    units = index.view(-1, batch.together)
-    parts = [units[by_cost[group]].flatten() for group in groups]
-    shortest = _shortest(batch, index)
-    if packed:
-        return [_packed(batch, part, shortest, length_multiple) for part in parts]
-    return [_micro_batch(batch, part, len(part) or batch.together, length_multiple, shortest) for part in parts]
-
-
-def least_count(
-    lengths: Tensor,
-    max_tokens: int,
-    length_multiple: int = 1,
-    longest: int | None = None,
-    *,
-    packed: bool = False,
-    together: int = 1,
-) -> int:
-    """Return how many micro-batches of at most ``max_tokens`` are needed for rows of these lengths, at least 1.
-
-    A row that is longer than ``max_tokens`` has a micro-batch to itself.
-
-    Args:
-        lengths: ``[rows]`` int64.
-        max_tokens: the most tokens of a micro-batch.
-        length_multiple: lengths are rounded up to a multiple of this.
-        longest: the width of the batch, which lengths are not rounded beyond; None for no limit.
-        packed: whether a micro-batch costs the sum of its lengths, or its rows times the longest.
-        together: how many consecutive rows stay together; they may cost more than ``max_tokens`` by themselves.
-    """
-    costs, budget = _costs(_rounded(lengths, length_multiple, longest), max_tokens, packed, together)
-    return max(len(_groups(costs.sort(descending=True).values.tolist(), budget, packed)), 1)
-
-
-def _costs(widths: Tensor, max_tokens: int, packed: bool, together: int) -> tuple[Tensor, int]:
-    """What ``_groups`` takes for rows that stay together: the width of each unit of rows, and the budget."""
-    units = widths.view(-1, together)
-    return (units.sum(1), max_tokens) if packed else (units.amax(1), max_tokens // together)
-
-
-def _micro_batch(
-    batch: TokenBatch, index: Tensor, size: int, length_multiple: int | None = None, filling: int = 0
-) -> MicroBatch:
-    """``size`` rows, filled up with the row ``filling``; as wide as the longest if ``length_multiple`` is set."""
-    rows = torch.full((size,), filling)
-    rows[: len(index)] = index
-    rows_of_micro_batch = batch.take(rows, len(index))
-    if length_multiple is not None:
-        rows_of_micro_batch = rows_of_micro_batch.narrow(
-            int(_rounded(rows_of_micro_batch.lengths, length_multiple, batch.tokens.size(1)).max())
-        )
-    return MicroBatch(rows_of_micro_batch, index)
-
-
-def _packed(batch: TokenBatch, index: Tensor, filling: int, length_multiple: int) -> MicroBatch:
-    made = _micro_batch(batch, index, len(index) or batch.together, length_multiple, filling)
-    return replace(made, batch=replace(made.batch, packing=packing_of(made.batch.lengths, length_multiple)))
-
-
-def _shortest(batch: TokenBatch, index: Tensor) -> int:
-    """The row that fills a micro-batch without rows: the shortest of the rows at ``index``, or of all."""
-    return int(index[batch.lengths[index].argmin()] if len(index) else batch.lengths.argmin())
+    def _micro_batch(self, rows: TokenBatch, part: Tensor, height: int | None, filling: int) -> MicroBatch:
+        """Return the rows at ``part``, padded ones filled up to ``height``, or as wide as the longest if it is None."""
+        numbers = torch.full(((not self.packed and height) or len(part) or rows.together,), filling)
+        numbers[: len(part)] = part
+        batch = rows.take(numbers, len(part))
+        if self.packed:
+            batch = replace(batch, packing=packing_of(batch.lengths, self.length_multiple))
+        elif height is None:
+            batch = batch.narrow(int(_rounded(batch.lengths, self._multiple, rows.tokens.size(1)).max()))
+        return MicroBatch(batch, part)
 
 
 def _even_groups(widths: Sequence[int], count: int, max_tokens: int, packed: bool) -> list[list[int]]:
@@ -267,6 +172,5 @@ def _groups(widths: Sequence[int], max_tokens: int, packed: bool) -> list[list[i
     return groups
 
 
-def _rounded(lengths: Tensor, multiple: int, longest: int | None) -> Tensor:
-    rounded = (lengths + multiple - 1) // multiple * multiple
-    return rounded if longest is None else rounded.clamp(max=longest)
+def _rounded(lengths: Tensor, multiple: int, longest: int) -> Tensor:
+    return ((lengths + multiple - 1) // multiple * multiple).clamp(max=longest)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError, before_changes
+from parallel_state.agreement import raise_on_every_rank
 from workers.columns import MINI_BATCHES
 from workers.config.roles import TrainedConfig
 from workers.train.batches import TokenBatch
@@ -147,7 +148,10 @@ def mini_batches_of_update(
         by_row = draw_mini_batches(units, size, division.epochs, shuffle_generator(division.seed, update))
         mine = by_row.repeat_interleave(together, 0).split(sizes)[group.rank()]
     else:
-        mine = checked(division.given, (len(counted), division.epochs), together)[counted]
+        shape = len(counted), division.epochs
+        with before_changes():
+            given = raise_on_every_rank(functools.partial(checked, division.given, shape, together), group)
+        mine = given[counted]
     gather = functools.partial(gather_numbers, group=group, device=device)
     return mini_batch_rows(mine, -(-units // size), gather)
 
@@ -159,15 +163,13 @@ def checked(mini_batches: Tensor, shape: tuple[int, int], together: int = 1) -> 
         DataError: their shape is not ``shape``, which is ``[rows, epochs]``, or they part rows that stay together.
     """
     if tuple(mini_batches.shape) != shape:
-        with before_changes():
-            raise DataError(
-                f"column mini_batches has the shape {list(mini_batches.shape)}; expected [rows, epochs], {list(shape)}",
-                column="mini_batches",
-            )
+        raise DataError(
+            f"column mini_batches has the shape {list(mini_batches.shape)}; expected [rows, epochs], {list(shape)}",
+            column="mini_batches",
+        )
     units = mini_batches.view(-1, together, shape[1])
     if bool((units != units[:, :1]).any()):
-        with before_changes():
-            raise DataError(f"column mini_batches parts {together} rows that stay together", column="mini_batches")
+        raise DataError(f"column mini_batches parts {together} rows that stay together", column="mini_batches")
     return mini_batches
 
 

@@ -18,12 +18,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
-from mcontroller.errors import MControllerError
+from mcontroller.errors import ConfigError, MControllerError
 from parallel_state.agreement import all_gather_values
 from parallel_state.axes import DENSE_AXES
 from parallel_state.hangs.report import rank_text
 from parallel_state.layout import ParallelLayout
 from workers.train.batches import TokenBatch
+from workers.train.metrics import LOSS_COUNT
 
 
 class NonFiniteGradient(MControllerError, ArithmeticError):
@@ -71,6 +72,27 @@ def all_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) ->
     wrong = torch.tensor(sum(not _is_finite(value) for report in reports for value in report.values()), device=device)
     dist.all_reduce(wrong)
     return int(wrong) == 0
+
+
+def check_counts(method: str, reports: Sequence[Mapping[str, Tensor]]) -> None:
+    """Check that no rank's loss returned a negative count, which would reverse the training (a collective).
+
+    Args:
+        method: the worker method that trained.
+        reports: the reports of this rank's losses for the mini-batch.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    counts = all_gather_values(min((float(report[LOSS_COUNT]) for report in reports), default=0.0))
+    for rank, count in enumerate(counts):
+        if count < 0:
+            raise ConfigError(
+                f"{method}: the loss of a micro-batch on rank {rank} returned the count {count:g}; expected 0 or more: "
+                "the sum of the loss over the mini-batch is divided by it. The weights are unchanged",
+                key="loss",
+                value=count,
+            )
 
 
 def raise_nonfinite(

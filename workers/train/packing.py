@@ -8,7 +8,7 @@ output layer runs over the targets that count only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,10 +38,6 @@ class Packing:
     def lengths(self) -> Tensor:
         """``[rows]`` int64: the tokens of each row, with its padding."""
         return self.bounds.diff().long()
-
-    def to(self, device: torch.device) -> Packing:
-        """Return the packing with its bounds on ``device``."""
-        return replace(self, bounds=self.bounds.to(device))
 
     def tokens_of_rank(self, cp: int, rank: int) -> tuple[Tensor, Tensor]:
         """Return the row and the column of every token that one rank of the cp axis has.
@@ -99,18 +95,13 @@ class LocalTargets:
         from_predictors: copies hidden states from their positions to the targets, if distinct tokens are computed: rows
             share the last token of their prompt then. None: all predictors differ.
         empty: whether the rank has no such target. The one entry only keeps every parameter in the graph then, as the
-            gradient hooks of DistributedDataParallel require; its result must be multiplied by 0.
+            gradient hooks of DistributedDataParallel require; its result must go through ``without_values``.
     """
 
     index: Tensor
     predictors: Tensor
     empty: bool = False
     from_predictors: Spread | None = None
-
-    def to(self, device: torch.device) -> LocalTargets:
-        """Return the indices on ``device``."""
-        spread = None if self.from_predictors is None else self.from_predictors.to(device)
-        return LocalTargets(self.index.to(device), self.predictors.to(device), self.empty, spread)
 
     def select(self, hidden: Tensor) -> Tensor:
         """Return ``[n, width]``, the hidden states that predict these targets.
@@ -129,9 +120,16 @@ class LocalTargets:
             values: ``[..., n]``, one for each of these targets.
             shape: ``(rows, targets)``.
         """
+        if self.empty:
+            values = without_values(values)
         everything = values.new_zeros(*values.shape[:-1], shape.numel())
-        everything = everything.index_copy(-1, self.index, values * 0.0 if self.empty else values)
+        everything = everything.index_copy(-1, self.index, values)
         return everything.unflatten(-1, shape)
+
+
+def without_values(values: Tensor) -> Tensor:
+    """Return zeros that give gradients of 0 to ``values``, also for gradients of NaN, which a product with 0 keeps."""
+    return values.masked_fill(torch.ones_like(values, dtype=torch.bool), 0.0)
 
 
 def locate_local_targets(

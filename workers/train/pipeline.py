@@ -42,13 +42,11 @@ def run_for_scores(
         micro_batches: on the device; as many on every data-parallel rank.
         forward: called once for each chunk and micro-batch.
         pg: the groups of the layout.
+
+    Raises:
+        ConfigError: the output of ``forward`` is no tensor, or on the last stage not ``[..., rows, targets]``.
     """
-
-    def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-        rows = next(batches)
-        with _choosing_experts(model, rows, pg):
-            return forward(model, rows), lambda output, non_loss_data: output
-
+    step = _forward_step(chunks, forward, pg, lambda rows: lambda output, non_loss_data: output)
     with scoring(chunks), releasing_inputs(chunks), _tracing(chunks, micro_batches):
         return run_schedule(chunks, step, micro_batches, _shapes(micro_batches), pg, forward_only=True)
 
@@ -75,19 +73,30 @@ def run_for_gradients(
     Raises:
         ConfigError: the output of ``forward`` or the loss has no gradients, or the loss is of another shape or type.
     """
-
-    def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-        rows = next(batches)
-        with _choosing_experts(model, rows, pg):
-            output = forward(model, rows)
-        _check_gradient(model, output)
-        return output, functools.partial(_loss_for_megatron, loss, pg, rows)
-
+    step = _forward_step(chunks, forward, pg, lambda rows: functools.partial(_loss_for_megatron, loss, pg, rows))
     for chunk in chunks:
         if not chunk.training:
             chunk.train()
     with releasing_inputs(chunks), _ending_replay(micro_batches), _tracing(chunks, micro_batches):
         return run_schedule(chunks, step, micro_batches, _shapes(micro_batches), pg, forward_only=False)
+
+
+def _forward_step(
+    chunks: Sequence[nn.Module],
+    forward: Forward,
+    pg: ProcessGroupCollection,
+    then: Callable[[TokenBatch], Callable[..., Any]],
+) -> Callable[[Iterator[TokenBatch], nn.Module], tuple[Any, Callable[..., Any]]]:
+    """Return Megatron's ``forward_step_func``; ``then`` returns what Megatron calls with the last stage's output."""
+
+    def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+        rows = next(batches)
+        with _choosing_experts(model, rows, pg):
+            output = forward(model, rows)
+        _check_output(model, rows, output, last=model is chunks[-1] and pg.pp.rank() == pg.pp.size() - 1)
+        return output, then(rows)
+
+    return step
 
 
 def _shapes(micro_batches: Sequence[TokenBatch]) -> list[tuple[int, int]]:
@@ -114,14 +123,23 @@ def _ending_replay(micro_batches: Sequence[TokenBatch]) -> Iterator[None]:
                 rows.experts.routers.forget()
 
 
-def _check_gradient(model: nn.Module, output: Any) -> None:
-    """Check that the output of ``forward_step`` has gradients: Megatron skips the backward pass of one without."""
-    if not isinstance(output, Tensor) or output.requires_grad:
-        return
-    if any(parameter.requires_grad for parameter in model.parameters()):
+def _check_output(model: nn.Module, rows: TokenBatch, output: Any, *, last: bool) -> None:
+    """Check what ``forward_step`` returned: hidden states, or on the last stage scores, or what the loss takes.
+
+    In training it has gradients: Megatron skips the backward pass of an output without.
+    """
+    name, trains = "the output of forward_step", torch.is_grad_enabled()
+    if not isinstance(output, Tensor):
+        if not (last and trains):
+            expected = "the scores of every target" if last else "hidden states, which the next stage would wait for"
+            raise ConfigError(f"{name} is {type(output).__name__}; expected a tensor, {expected}", key="forward_step")
+    elif last and not trains and output.shape[-2:] != rows.mask.shape:
+        text = f"{name} is {list(output.shape)}; expected [..., rows, targets] that ends in {list(rows.mask.shape)}"
+        raise ConfigError(text, key="forward_step")
+    elif trains and not output.requires_grad and any(value.requires_grad for value in model.parameters()):
         raise ConfigError(
-            "forward_step returned a tensor without gradients, and parameters of its chunk are trained: do not detach "
-            "the output of the model, nor run it under torch.no_grad()",
+            f"{name} has no gradients, and parameters of its chunk are trained: do not detach the output of the model, "
+            "nor run it under torch.no_grad()",
             key="forward_step",
         )
 

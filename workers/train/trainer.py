@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,13 @@ from workers.train.batches import TokenBatch
 from workers.train.metrics import LOSS_COUNT, Rule, reduce_reports
 from workers.train.micro_batches import MicroBatcher
 from workers.train.mini_batches import Division, counted_sizes, mini_batches_of_update
-from workers.train.nonfinite import GradientFinding, all_finite, first_nonfinite_gradient, raise_nonfinite
+from workers.train.nonfinite import (
+    GradientFinding,
+    all_finite,
+    check_counts,
+    first_nonfinite_gradient,
+    raise_nonfinite,
+)
 from workers.train.optimizer import Step, check_not_ended, gather_parameters, guarded_step, wrap_for_training
 from workers.train.pipeline import Count, Forward, Loss, run_for_gradients
 from workers.train.router_losses import RouterLosses, move_expert_bias, reset_token_counts
@@ -114,8 +121,8 @@ class Gradients:
         self._state.optimizer.zero_grad()
         reports: list[dict[str, Tensor]] = self._compute(self._batches)
         count = torch.zeros((), dtype=torch.float64, device=self._batches[0].tokens.device)
-        for report in reports:
-            count += report[LOSS_COUNT].double()
+        for report in reports:  # a negative count makes gradients NaN, so that only then the host reads it
+            count += torch.where(report[LOSS_COUNT] < 0, math.nan, report[LOSS_COUNT].double())
         if self._pg.pp.size() > 1:
             dist.broadcast(count, dist.get_process_group_ranks(self._pg.pp)[-1], group=self._pg.pp)
         if self._pg.dp_cp.size() > 1:
@@ -130,6 +137,7 @@ class Gradients:
             skips_nonfinite: whether gradients that are not finite skip the step.
 
         Raises:
+            ConfigError: the loss returned a negative count.
             NonFiniteGradient: a gradient is NaN or Inf, and such steps are not skipped.
         """
         state, optimizer, scheduler = self._state, self._state.optimizer, self._state.scheduler
@@ -138,6 +146,8 @@ class Gradients:
         with span("optimizer"):
             step = guarded_step(optimizer)._replace(lr=lr)
         reports = [report for part in self.parts for report in part.reports]
+        if not step.made:
+            check_counts(self._method, reports)
         if step.overflow and not all_finite(reports, self._batches[0].tokens.device):
             step = step._replace(overflow=False)  # a smaller scale of the loss would not help
         self.routers.end(step.made)
@@ -208,18 +218,19 @@ class Trainer:
             self._state.models["model"] = list(wrap_for_training(self._state.model, optim, pg, ddp))
             self.use_phase(phase)
 
-    def use_phase(self, phase: str, *, reset: bool = False) -> None:
+    def use_phase(self, phase: str | None, *, reset: bool = False) -> None:
         """Train in this phase from now on, with a new optimizer and schedule unless its settings are the same.
 
         Args:
-            phase: one of ``phases``.
+            phase: one of ``phases``; None: the current one.
             reset: build new ones also for the same settings, if the current ones have made a step.
 
         Raises:
             ConfigError: the phase has ended: its optimizer was replaced by another phase's.
         """
-        state, counters, optim = self._state, self._state.counters, self.phases[phase]
-        current, ended = counters["phase"], set(filter(None, counters.get("ended_phases", "").split(",")))
+        state, counters, current = self._state, self._state.counters, self._state.counters["phase"]
+        phase = phase or current
+        optim, ended = self.phases[phase], set(filter(None, counters.get("ended_phases", "").split(",")))
         used = state.scheduler is not None and state.scheduler.num_steps > 0
         replaced = state.optimizer is not None and optim != self.phases[current]
         if replaced:
@@ -239,6 +250,7 @@ class Trainer:
         loss: Loss,
         rules: Mapping[str, Rule],
         micro_batch_size: MicroBatchSize,
+        phase: str | None = None,
         count: Count | None = None,
         division: Division | None = None,
     ) -> dict[str, float]:
@@ -254,6 +266,7 @@ class Trainer:
             loss: see ``ModelWorker.loss``.
             rules: see ``ModelWorker.metrics``.
             micro_batch_size: rows or tokens of a micro-batch.
+            phase: of training, see ``use_phase``; None: the current one.
             count: of ``loss``; None for ``loss_count``.
             division: of the rows into mini-batches; None: one of all rows.
 
@@ -263,11 +276,12 @@ class Trainer:
         """
         state, pg, device = self._state, self._batcher.pg, self._batcher.device
         state.check_context()
-        state.gradients = None
         division = division or Division()
         started = time.perf_counter()
         counted = rows.counted.nonzero().flatten()
         division_of_rank = mini_batches_of_update(method, rows, division, state.counters["updates"], pg.dp, device)
+        self.use_phase(phase)
+        state.gradients = None
         state.weights_version += 1
         reports, steps = list[dict[str, Tensor]](), list[Step]()
         routers = RouterLosses(state.model, pg, device, count or self._loss_count)
@@ -292,18 +306,20 @@ class Trainer:
         rules: Mapping[str, Rule],
         micro_batch_size: MicroBatchSize,
         accumulate: bool,
+        phase: str | None = None,
     ) -> dict[str, float]:
         """Compute the gradients of all rows as one mini-batch for ``optim_step``, and return the metrics of the loss.
 
         It has the arguments and errors of ``train``. Gradients of an earlier call that were not applied are added if
-        ``accumulate``, and replaced otherwise.
+        ``accumulate``, and replaced otherwise; an error of the batch leaves them as they are.
         """
         state, pg, device = self._state, self._batcher.pg, self._batcher.device
         state.check_context()
-        earlier, state.gradients = state.gradients if accumulate else None, None
         counted = rows.counted.nonzero().flatten()
         sizes = counted_sizes(method, len(counted), pg.dp, device)
         batches = self._divided(rows, counted, max(sizes), micro_batch_size)
+        self.use_phase(phase)
+        earlier, state.gradients = state.gradients if accumulate else None, None
         routers = earlier.routers if earlier else RouterLosses(state.model, pg, device, self._loss_count)
         gradients = Gradients(method, state, self._batcher, batches, self._forward, loss, routers, sum(sizes), earlier)
         state.gradients = gradients

@@ -21,7 +21,7 @@ from parallel_state.verify.layouts import Variant
 from parallel_state.verify.program import Program
 from parallel_state.verify.training import ADAM_EPS, LEARNING_RATE, StepValues, Training
 from workers.config import ActorConfig, OptimConfig, ParallelConfig
-from workers.losses.registry import POLICY_LOSSES
+from workers.losses.policy import POLICY_LOSSES
 from workers.model.transformer_config import transformer_config
 
 _PROMPT, _RESPONSE, _ROWS = 8, 8, 2  # tokens, and rows of a micro-batch

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mcontroller.errors import ConfigError
-from trainer import POLICY_LOSSES, PolicyLoss, register_kl_estimator, register_policy_loss
+from trainer import POLICY_LOSSES, PolicyLoss, estimate_kl, register_kl_estimator, register_policy_loss
 from workers.config import ActorConfig, ModelConfig
-from workers.losses.policy import clipped_policy_loss
+from workers.losses.policy import AGGREGATIONS, Weights, clipped_policy_loss
 from workers.train.losses import policy_metrics, policy_objective
 from workers.train.metrics import Rule
 
@@ -104,3 +104,48 @@ def test_a_loss_without_gradients_or_not_of_tokens_is_an_error(change: Any) -> N
         with pytest.raises(ConfigError) as caught:
             objective(choosing(**{key: name, **fields}), torch.zeros(1, 3))
         assert caught.value.fields == {"key": key, "value": name}
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        None,
+        torch.zeros(1, 3),
+        (torch.zeros(1, 3),) * 3,
+        PolicyLoss(torch.zeros(1, 3), None, torch.zeros(1, 3)),  # type: ignore[arg-type]
+        PolicyLoss(*[torch.zeros(1, 3)] * 3, metrics=None),  # type: ignore[misc, arg-type]
+        PolicyLoss(*[torch.zeros(1, 3)] * 3, metrics={"unknown": torch.zeros(1, 3)}),  # type: ignore[misc]
+    ],
+    ids=["nothing", "a tensor", "a tuple", "no ratio", "no metrics", "another metric"],
+)
+def test_a_loss_that_returns_something_else_is_an_error(returned: Any) -> None:
+    name = f"returning_{id(returned)}"
+    register_policy_loss(name)(lambda *args, **clip: returned)
+    with pytest.raises(ConfigError) as caught:
+        objective(choosing(policy_loss=name), torch.zeros(1, 3))
+    assert caught.value.fields == {"key": "policy_loss", "value": name}
+
+
+@pytest.mark.parametrize("returned", [torch.ones(1, 3), Weights(torch.ones(3), torch.ones(()))])
+def test_an_average_that_returns_no_weights_of_tokens_is_an_error(returned: Any) -> None:
+    name = f"returning_{id(returned)}"
+    AGGREGATIONS.register(name)(lambda *masks: returned)
+    with pytest.raises(ConfigError) as caught:
+        objective(choosing(loss_agg_mode=name), torch.zeros(1, 3))
+    assert caught.value.fields == {"key": "loss_agg_mode", "value": name}
+
+
+@pytest.mark.parametrize("returned", [None, 1.0, torch.zeros(3)])
+def test_an_estimator_that_returns_no_value_of_every_token_is_an_error(returned: Any) -> None:
+    name = f"returning_{id(returned)}"
+    register_kl_estimator(name)(lambda log_ratio: returned)
+    with pytest.raises(ConfigError) as caught:
+        estimate_kl(torch.zeros(1, 3), torch.zeros(1, 3), name, clip=1.0)
+    assert caught.value.fields == {"key": "kl_penalty", "value": name}
+
+
+@pytest.mark.parametrize(("key", "names"), [("metrics", ("entropy",)), ("metrics", "far"), ("columns", "values")])
+def test_names_that_are_taken_or_are_letters_are_an_error(key: str, names: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        register_policy_loss("with_wrong_names", **{key: names})
+    assert caught.value.key == key

@@ -27,6 +27,7 @@ from tests.workers.roles import (
 from trainer import supervised_rows
 from workers import DISTILLATION, SFT, Rule, TokenBatch, TokenLoss
 from workers.actor import ActorRolloutRefWorker
+from workers.train.losses import masked_sum
 
 pytestmark = pytest.mark.simulated
 
@@ -111,6 +112,14 @@ class ConstantWithoutTargets(ActorRolloutRefWorker):
         return total if bool(rows.mask.any()) else torch.zeros(()), count, report
 
 
+class RootOfLogProbs(ActorRolloutRefWorker):
+    """A loss whose derivative at a log-probability of 0, which targets that do not count have, is infinite."""
+
+    def loss(self, rows: TokenBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        report = super().loss(rows, output)[2]
+        return masked_sum((-output[0]).sqrt(), rows.mask), rows.mask.sum(), report
+
+
 def with_masked_micro_batches(worker_class: type[ActorRolloutRefWorker]) -> dict[str, torch.Tensor]:
     optim = FOR_GRADIENTS | {"overlap_grad_reduce": True}
     worker = actor({}, "actor", worker_class, optim=optim, ppo_micro_batch_size=1)
@@ -125,6 +134,11 @@ def test_a_loss_of_rows_without_targets_may_be_a_constant() -> None:
         run_ranks(with_masked_micro_batches, 2, cls)[0] for cls in (ConstantWithoutTargets, ActorRolloutRefWorker)
     )
     assert largest_difference(constant, zero) == 0 and any(bool(gradient.any()) for gradient in zero.values())
+
+
+def test_rows_without_targets_have_no_gradient_of_nan() -> None:
+    gradients = run_ranks(with_masked_micro_batches, 2, RootOfLogProbs)[0]
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
 
 
 Case = tuple[dict[str, torch.Tensor], dict[str, Any]]
@@ -242,6 +256,12 @@ def test_the_whole_vocabulary_gives_the_exact_divergence() -> None:
     assert loss == pytest.approx(by_hand, abs=1e-5) and of_itself == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.parametrize("fields", [{"columns": "advantages"}, {"metrics": {"right": "sum"}}, {"metrics": ["right"]}])
+def test_columns_and_metrics_of_a_loss_are_names_and_rules(fields: Any) -> None:
+    with pytest.raises(ConfigError):
+        dataclasses.replace(PAIRS, **fields)
+
+
 def rejections() -> list[dict[str, Any]]:
     worker = actor({}, "actor", ppo_micro_batch_size=1)
     ids = {"top_ids": torch.full((ROWS, RESPONSE, 2), VOCAB), "top_log_probs": torch.zeros(ROWS, RESPONSE, 2)}
@@ -251,6 +271,7 @@ def rejections() -> list[dict[str, Any]]:
         lambda: worker.forward_backward(of_pairs(worker).slice(0, 3), loss=PAIRS),
         lambda: worker.forward_backward(experience(ROWS).union(DataProto.from_dict(ids)), loss=DISTILLATION),
         lambda: worker.forward_backward(experience(ROWS), loss=DISTILLATION),
+        lambda: worker.forward_backward(experience(ROWS), loss=SFT),
         lambda: worker.compute_log_prob(DataProto.from_dict(experience(ROWS).tensors(), meta_info={"row_together": 2})),
     ]
     errors = []
@@ -262,10 +283,13 @@ def rejections() -> list[dict[str, Any]]:
 
 
 def test_what_does_not_fit_is_rejected() -> None:
-    [[too_many, too_few_rows, no_multiple, unknown_ids, no_columns, unknown_setting]] = run_ranks(rejections, 1)
+    [[too_many, too_few_rows, no_multiple, unknown_ids, no_columns, no_mask, unknown_setting]] = run_ranks(
+        rejections, 1
+    )
     assert too_many == {"key": "k", "value": 62}
     assert too_few_rows == {"rows_together": 2}
     assert no_multiple == {"key": "rows_together", "value": 2, "rows": 3}
     assert unknown_ids == {"method": "forward_backward", "column": "top_ids"}
     assert no_columns["missing"] == ["top_ids", "top_log_probs"]
+    assert (no_mask["missing"], no_mask["method"]) == (["loss_mask"], "forward_backward")
     assert unknown_setting == {"key": "row_together", "value": 2}

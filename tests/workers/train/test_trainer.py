@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, DataError
 from tests.ranks import run_ranks
 from tests.workers.roles import MODEL, actor, critic, experience, own_shard, weights
+from trainer import supervised_rows
 from trainer.columns import STAGE_COLUMNS
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, load_config
@@ -74,6 +75,28 @@ def steps_without_gradients() -> list[str]:
 
 def test_optim_step_is_rejected_without_gradients_to_apply() -> None:
     assert run_ranks(steps_without_gradients, 1) == [["optim_step"] * 4]
+
+
+def rejected_between_two_calls() -> tuple[float, str]:
+    """Add gradients of a batch without tokens, which is rejected, make the step, and go on in the same phase."""
+    worker = actor({}, "actor", sft_optim={"lr": 5e-3})
+    data = experience(ROWS)
+    worker.forward_backward(data)
+    nothing = experience(ROWS)
+    nothing.batch["response_mask"][:] = 0
+    for call in (lambda: worker.forward_backward(nothing, accumulate=True), lambda: worker.update_actor(nothing)):
+        with pytest.raises(DataError):
+            call()
+    steps = worker.optim_step()["optimizer_steps"]
+    worker = actor({}, "actor", sft_optim={"lr": 5e-3})
+    worker.update_sft(supervised_rows(data))
+    with pytest.raises(DataError):
+        worker.update_actor(nothing)
+    return steps, worker.state.counters["phase"]
+
+
+def test_a_rejected_batch_leaves_earlier_gradients_and_the_phase() -> None:
+    assert run_ranks(rejected_between_two_calls, 1) == [(1.0, "sft")]
 
 
 def trained_on(role: str, only_read: bool) -> dict[str, torch.Tensor]:
