@@ -50,6 +50,10 @@ in the order in which groups start."""
 
 CONFIG_KEYS = {role: key for role, (_, key, _) in GROUPS.items()}
 
+_WITH_REFERENCE = (
+    "set ref={} in the configuration of a run, or map Role.RefPolicy or Role.ActorRolloutRef in a program of your own"
+)
+
 PAUSES = {"continue": "keep", "finish": "wait", "stop": "abort"}
 """``rollout.vllm.pause`` by ``trainer.asynchronous.partial``."""
 
@@ -165,10 +169,16 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
         reason = "in a run whose actor generates: no weights are sent"
         check_unused(config.trainer, ("weight_timeout",), "trainer.", reason)
     if algorithm.kl_in_reward and not has_reference(config, mapping):
-        raise _misfit(mapping, "algorithm.use_kl_in_reward needs Role.ActorRolloutRef or Role.RefPolicy, or is false")
+        raise _misfit(
+            mapping,
+            f"the KL in the reward needs a reference: {_WITH_REFERENCE}, or set algorithm.use_kl_in_reward=false "
+            "(with gae and reinforce_plus_plus it is on by default)",
+        )
     settings = policy_settings(config, mapping)
     if settings.use_kl_loss and not has_reference(config, mapping):
-        raise _misfit(mapping, "actor_rollout_ref.use_kl_loss needs Role.ActorRolloutRef or Role.RefPolicy")
+        raise _misfit(
+            mapping, f"actor_rollout_ref.use_kl_loss needs a reference: {_WITH_REFERENCE}, or set it to false"
+        )
     _check_group_size(config, settings.n)
     _check_router_replay(config, settings.router_replay)
     if algorithm.overlong.buffer:

@@ -147,7 +147,7 @@ def check_unused(config: Any, names: Iterable[str], prefix: str, reason: str) ->
         if value != defaults[name]:
             key = f"{prefix}{name}"
             shown = "set" if dataclasses.is_dataclass(value) else repr(value)
-            raise ConfigError(f"{key} is {shown}, which has no effect {reason}; or leave it out", key=key, value=value)
+            raise ConfigError(f"{key} is {shown}: leave it out; it has no effect {reason}", key=key, value=value)
 
 
 def _plain(default: Any) -> Any:

@@ -307,6 +307,23 @@ def test_an_unknown_estimator_is_rejected_with_the_registered_ones():
     assert (caught.value.key, caught.value.value) == ("algorithm.adv_estimator", "gea")
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+def test_rows_that_are_all_of_different_prompts_are_an_error(name):
+    with pytest.raises(DataError) as caught:
+        compute_advantage(scored([1.0, 0.0], ["a", "b"]), name)
+    assert caught.value.column == "uid"
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+def test_a_reward_that_is_not_finite_is_an_error_for_a_token_that_counts_alone(name):
+    batch, rows = scored([1.0, math.nan, 0.5], ["a", "a", "a"]), torch.tensor([[1], [0], [1]])
+    with pytest.raises(DataError) as caught:
+        compute_advantage(batch, name)
+    assert (caught.value.column, caught.value.row) == ("token_level_rewards", 1)
+    without = batch.with_tensors({"response_mask": batch.batch["response_mask"] * rows})
+    assert compute_advantage(without, name).batch["advantages"].isfinite().all()
+
+
 def test_a_missing_column_is_named_with_the_present_ones():
     with pytest.raises(DataError) as caught:
         compute_advantage(scored([1.0], ["a"]), "gae")

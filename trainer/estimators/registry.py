@@ -21,7 +21,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mcontroller.config.registry import Registry
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, DataError
 from parallel_state.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def compute_advantage(
 
     Raises:
         ConfigError: no estimator has this name, or it has other options.
-        DataError: a column is missing.
+        DataError: a column is missing; a reward of a token that counts is not finite; or all responses are to
+            different prompts, and the estimator compares those to the same one.
     """
     estimator = ADVANTAGE_ESTIMATORS.get_or_raise(adv_estimator)
     chosen: dict[str, Any] = {}
@@ -150,6 +151,14 @@ def compute_advantage(
         )
     (mask,) = columns(data, "response_mask")
     rows = mask.any(1).nonzero().flatten()
+    _check_rewards(data, mask)
+    uids = data.non_tensor_batch.get("uid", ())
+    if estimator.needs_group and len(set(uids)) == len(uids) > 0:
+        raise DataError(
+            f"{adv_estimator} compares the responses to one prompt, which have the same uid; the {len(uids)} rows have "
+            "different ones, so that every advantage would be 0: give the responses to a prompt one uid",
+            column="uid",
+        )
     results = [torch.zeros(mask.shape), torch.zeros(mask.shape)]
     if len(rows) == len(mask):
         results = list(estimator.estimate(data, gamma=gamma, lam=lam, **chosen))
@@ -157,3 +166,19 @@ def compute_advantage(
         parts = estimator.estimate(data.select_idxs(rows), gamma=gamma, lam=lam, **chosen)
         results = [torch.zeros(mask.shape, dtype=part.dtype).index_copy(0, rows, part) for part in parts]
     return data.union(DataProto.from_dict({"advantages": results[0], "returns": results[1]}))
+
+
+def _check_rewards(data: DataProto, mask: Tensor) -> None:
+    """Raise DataError if a reward of a token that counts is NaN or infinite: it would reach all rows of its group."""
+    if "token_level_rewards" not in data.tensor_names:
+        return
+    (rewards,) = columns(data, "token_level_rewards")
+    wrong = (mask.bool() & ~rewards.isfinite()).any(1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise DataError(
+            f"token_level_rewards of {int(wrong.sum())} of {len(wrong)} rows are not finite, first of row {row}: set "
+            "response_mask of a response without a score to 0, which leaves it out",
+            column="token_level_rewards",
+            row=row,
+        )

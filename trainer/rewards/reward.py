@@ -99,10 +99,17 @@ def outcome_scores(scores: Sequence[float] | Tensor, response_mask: Tensor) -> T
     """Return one score per response, ``[rows]``, on its last token: float32 ``[rows, response]``.
 
     A response without tokens has a score of 0.
+
+    Raises:
+        DataError: there are not as many scores as responses.
     """
+    values = torch.as_tensor(scores, dtype=torch.float32)
+    if values.shape != (len(response_mask),):
+        given, rows = list(values.shape), len(response_mask)
+        raise DataError(f"scores are {given}; expected one for each of the {rows} responses, [{rows}]", column="scores")
     last = (response_lengths(response_mask) - 1).clamp(min=0)
     on_tokens = torch.zeros(response_mask.shape, dtype=torch.float32)
-    on_tokens.scatter_(1, last.unsqueeze(1), torch.as_tensor(scores, dtype=torch.float32).unsqueeze(1))
+    on_tokens.scatter_(1, last.unsqueeze(1), values.unsqueeze(1))
     return on_tokens.mul_(response_mask != 0)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from mcontroller.config.checks import check_above
+from mcontroller.config.checks import check_above, check_one_of
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
 from parallel_state.lazy import Lazy
@@ -37,6 +37,7 @@ POLICY_LOSSES: Registry[RegisteredPolicyLoss] = Registry("policy loss", key="pol
 """Policy losses by the name that ``ActorConfig.policy_loss`` takes."""
 TOKEN_MEANS = ("pg_clipfrac", "pg_clipfrac_low", "pg_clipfrac_high", "ppo_kl", "entropy")
 """Metrics of every policy loss that are means over tokens."""
+_CLIPPING = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 _REPORTED = (*TOKEN_MEANS, "kl_loss", "pg_loss", "ratio_max", "tokens", "loss_count")
 
 
@@ -191,11 +192,14 @@ def register_policy_loss(
         metrics: the names in ``PolicyLoss.metrics``, always the same, reported as ``actor/NAME``.
 
     Raises:
-        ConfigError: another policy loss is registered under this name, there is no such ``loss_agg_mode``, a limit is
-            not above 0, or a metric has the name of another one.
+        ConfigError: another policy loss is registered under this name, there is no such ``loss_agg_mode`` or field of
+            clipping, a limit is not above 0, or a metric has the name of another one.
     """
     check_names("columns", columns)
     check_names("metrics", metrics)
+    check_names("unused", unused)
+    for field in unused:
+        check_one_of("unused", field, _CLIPPING)
     if taken := sorted(set(metrics) & set(_REPORTED)):
         raise ConfigError(
             f"metrics has {', '.join(taken)}, which every policy loss reports: choose other names", key="metrics"

@@ -15,6 +15,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from trainer.rewards.config import RewardFunctionConfig, RewardsConfig
 from trainer.rewards.configured import FunctionRewards
+from trainer.rewards.reward import outcome_scores
 
 SCORES = Path(__file__).with_name("scores.py")
 PROCESSES = pytest.mark.processes
@@ -147,3 +148,10 @@ def test_a_function_that_cannot_be_imported_is_rejected_with_its_key(path):
     with pytest.raises(ConfigError) as caught:
         FunctionRewards(RewardsConfig(), Letters())
     assert caught.value.key == "rewards.functions"
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 1), ()])
+def test_scores_that_are_not_one_for_each_response_are_an_error(shape: tuple[int, ...]) -> None:
+    with pytest.raises(DataError) as caught:
+        outcome_scores(torch.ones(shape), torch.ones(2, 4))
+    assert caught.value.column == "scores"

@@ -144,8 +144,10 @@ def test_an_estimator_that_returns_no_value_of_every_token_is_an_error(returned:
     assert caught.value.fields == {"key": "kl_penalty", "value": name}
 
 
-@pytest.mark.parametrize(("key", "names"), [("metrics", ("entropy",)), ("metrics", "far"), ("columns", "values")])
-def test_names_that_are_taken_or_are_letters_are_an_error(key: str, names: Any) -> None:
+@pytest.mark.parametrize(
+    ("key", "names"), [("metrics", ("entropy",)), ("metrics", "far"), ("columns", "values"), ("unused", ("clip_rato",))]
+)
+def test_names_that_are_taken_unknown_or_letters_are_an_error(key: str, names: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         register_policy_loss("with_wrong_names", **{key: names})
     assert caught.value.key == key
