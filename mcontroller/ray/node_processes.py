@@ -65,7 +65,8 @@ class NodeProcess(NamedTuple):
 
 
 def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # the title of a process, which is in front, may end in the middle of a character
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
 
 
 def _namespace() -> str:

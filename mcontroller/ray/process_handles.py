@@ -133,7 +133,7 @@ class ProcessHandles:
     @property
     def ended(self) -> bool:
         """Whether the processes were killed, or are out of reach."""
-        return self.killed or self._session is None or self._session != session()
+        return self.killed or not self.reachable
 
     def broken_error(self, role: str) -> GroupBroken:
         """Return the error of a call of ``role``, or of a read, after the failure ``cause``."""

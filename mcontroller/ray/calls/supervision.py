@@ -297,8 +297,8 @@ class GroupCall:
 
 
 def _release(handles: ProcessHandles, ranks: Sequence[int], caller: bytes, number: int) -> None:
-    """Release the result of a call on ranks, unless their processes have been ended."""
-    if not handles.killed:
+    """Release the result of a call on ranks, unless their processes have been ended, or this is a fork."""
+    if not handles.ended:
         notify_from_finalizer([handles.infos[rank].address for rank in ranks], "release", caller, number)
 
 
@@ -339,6 +339,7 @@ class GroupProcesses:
         keeping: calls whose values the processes keep, as long as the calls exist.
         failures: the call, the rank and the error of each failure whose cause is looked for.
         earlier: the processes that these have replaced, with the failures that explain why their values are lost.
+        finishing: the call of ``before_shutdown``, which fails if a rank is stopped, because nothing will wake it up.
     """
 
     def __init__(self, name: str, handles: ProcessHandles, *, detached: bool = False) -> None:
@@ -354,11 +355,13 @@ class GroupProcesses:
         self.keeping: weakref.WeakSet[GroupCall] = weakref.WeakSet()
         self.failures: list[tuple[GroupCall | None, int, BaseException]] = []
         self.earlier: list[ProcessHandles] = []
+        self.finishing: GroupCall | None = None
         self._connections: dict[int, tuple[Connection, float]] = {}  # and since when it was lost
         self._raises_cause = False  # whether the next call raises the cause, because none was in flight
         self._late = _LateCall()
         self._lock = threading.RLock()
         self._wake = _Wake()
+        self._pid = os.getpid()
         itself = weakref.proxy(self)  # the hub must not keep an unused group from being garbage-collected
         self.hub = Hub(
             uuid.uuid4().hex.encode(),
@@ -394,6 +397,8 @@ class GroupProcesses:
                 raise self.handles.cause
             raise self.handles.broken_error(role)
         if self.handles.ended:
+            if os.getpid() != self._pid:
+                raise GroupError(f"group {role} cannot be called in a fork: call it in process {self._pid}", role=role)
             by = "" if self.handles.reachable else ", together with the Ray cluster that it ran on"
             raise GroupError(f"group {role} has been shut down{by}: start it again to call it", role=role)
 
@@ -551,6 +556,11 @@ class GroupProcesses:
         call = next(iter(tuple(self.calls.values())), None)
         if call is not None and call.pending and not self.handles.ended and self._late.look(call):
             call.end_late(time.monotonic() - call.started)
+        call = self.finishing
+        if call is not None and not self.handles.ended:
+            stopped = sorted(stopped_ranks(self.handles.infos, QUERY_SECONDS))
+            if stopped and not self.handles.ended:  # also one that has finished, and keeps values that are being read
+                self.time_out(call.role, call.method, call.ranks, stopped, QUERY_SECONDS, "had no answer in")
 
     def time_out(
         self, role: str, method: str, called: Sequence[int], late: Sequence[int], seconds: float, what: str
@@ -668,6 +678,8 @@ class GroupProcesses:
         """Return whether no call runs, of this controller or another, on a group that works."""
         if not self.handles.ended:
             self.hub.wait(lambda: True, 0)  # receive what has arrived
+            with self._lock:
+                self._look_for_deaths()
         if self.state is not GroupState.READY or self.failures:
             return False
         if not self.detached:
@@ -675,14 +687,6 @@ class GroupProcesses:
         limit = QUERY_SECONDS if timeout is None else min(QUERY_SECONDS, timeout)
         answers = ask([info.address for info in self.handles.infos], "idle", timeout=limit)
         return all(answer is not None and answer[0] for answer in answers)
-
-    def end_if_stopped(self, call: GroupCall) -> None:
-        """End the group if a rank of a call is stopped, unless it goes on within ``QUERY_SECONDS`` or the deadline."""
-        left = call.remaining()
-        if left is not None and left <= QUERY_SECONDS:  # whose end reports the rank
-            return
-        if call.pending & stopped_ranks(self.handles.infos, QUERY_SECONDS):
-            call.end_late(QUERY_SECONDS)
 
     def values_late(self, late: ValuesLate, timeout: float) -> GroupError:
         """End the group whose processes did not send values of a finished call in time; return its error."""
