@@ -18,9 +18,8 @@ from ray.exceptions import RayError
 from mcontroller.channel.controller import Hub
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import GroupBroken, GroupError
-from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes
+from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes, session
 from mcontroller.ray.process import ProcessInfo
-from mcontroller.ray.reservation import session
 
 END_SECONDS = 5.0
 """Time to wait until processes that Ray has killed are gone, before they get SIGKILL."""

@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -24,6 +24,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcontroller.errors import ResourceError
+from mcontroller.ray.node_processes import session
+
+if TYPE_CHECKING:
+    from mcontroller.ray.process_handles import ProcessHandles
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +83,6 @@ class Bundle:
         return PlacementGroupSchedulingStrategy(self.group, self.index)
 
 
-class Processes(Protocol):
-    """The processes of a group.
-
-    Attributes:
-        running: those that SIGKILL has not ended, which keep the slots of the group.
-    """
-
-    running: list[str]
-
-    def end(self) -> None:
-        """Kill them, wait until they are gone, and free their slots; a second call tries again if that failed."""
-
-
 class Reservation:
     """Bundles of these shapes. ``bundles()`` reserves them on demand, ``release`` returns them to the cluster.
 
@@ -114,7 +105,7 @@ class Reservation:
         self.detached = detached
         self.spare = spare
         self.pinned = spare > 0
-        self.processes: dict[object, Processes] = {}  # also of a group that was garbage-collected and did not end
+        self.processes: dict[object, ProcessHandles] = {}  # also of a group that was garbage-collected and did not end
         self.lock = threading.RLock()
         self._bundles: list[Bundle] = []
         self._spares: list[Bundle] = []
@@ -243,15 +234,6 @@ def check_fits(shapes: Sequence[NodeShape], name: str) -> None:
     """Raise ResourceError if the cluster has no room for all shapes together, even if nothing else ran on it."""
     if not fits(shapes, cluster_nodes()):
         raise _resource_error(shapes, name, "the cluster does not have it")
-
-
-def session() -> object:
-    """Return what identifies this driver's connection to its cluster, for comparison; None if it is not connected.
-
-    A fork of the driver has none, although Ray's variables are there. Every call of a group asks several times: the ids
-    of ``ray.get_runtime_context`` take 5 us, this takes 0.3 us.
-    """
-    return (os.getpid(), weakref.ref(ray._private.worker.global_worker.node)) if ray.is_initialized() else None
 
 
 def _placement_groups(shapes: Sequence[NodeShape], name: str, detached: bool, timeout: float) -> list[PlacementGroup]:

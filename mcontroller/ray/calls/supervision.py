@@ -41,9 +41,9 @@ from typing_extensions import Buffer
 
 from mcontroller.channel.controller import RECONNECT_SECONDS, CallOrder, Hub, ask, notify, notify_from_finalizer
 from mcontroller.channel.wire import Place, unpack_answer
-from mcontroller.errors import CallRejected, ConnectionLost, GroupError, ResourceError
+from mcontroller.errors import CallRejected, CallTimeout, ConnectionLost, GroupError, ResourceError
 from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, first_cause
-from mcontroller.ray.calls.hangs import late_error, look_at_ranks, stopped_ranks
+from mcontroller.ray.calls.hangs import look_at_ranks, stopped_ranks
 from mcontroller.ray.process_handles import GroupState, ProcessHandles
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, KeptValues, RemoteValue, ValuesLate, fetch
 from mcontroller.ray.values.wire import decode
@@ -227,26 +227,26 @@ class GroupCall:
         """Wait for every rank and return the values; see ``InFlightCall.result``."""
         limit, began = self.timeout if timeout is None else timeout, time.monotonic()
         self.check(timeout)
+        answers, _kept = self._answers, self._kept  # as long as they are read: another thread may be faster
         if self._values is None:
             if self.keep and self._handles.ended:
                 raise self.lost_with_group()
             try:
                 left = None if limit is None else max(0.0, began + limit - time.monotonic())
-                self._values = self._read(left)
+                self._values = self._read(answers, left)
             except ValuesLate as late:
                 ids = self._handles.actor_ids
                 ranks = [ids.index(handle.actor) for handle in late.handles] or self.ranks
                 self.error = self.group.time_out(self.role, self.method, ranks, ranks, limit or 0.0, VALUES_LATE)
                 raise self.error from None
-            self._answers.clear()
-            self._kept = None
+            self._answers, self._kept = {}, None
         return self._values
 
-    def _read(self, timeout: float | None) -> list[Any]:
+    def _read(self, answers: Mapping[int, tuple[Buffer, Sequence[Buffer]]], timeout: float | None) -> list[Any]:
         if self.keep:
             return fetch(self.parts, timeout)
         try:
-            return decode([self._answers[rank] for rank in self.returning], timeout)
+            return decode([answers[rank] for rank in self.returning], timeout)
         except GetTimeoutError:
             raise ValuesLate([self._handle(rank, outline=False) for rank in self._stored]) from None
 
@@ -565,10 +565,36 @@ class GroupProcesses:
     def time_out(
         self, role: str, method: str, called: Sequence[int], late: Sequence[int], seconds: float, what: str
     ) -> GroupError:
-        """Break the group because of a call that is late, and return the error; see ``late_error``."""
-        infos, coordinates = self.handles.infos, self.coordinates.get(role, ())
-        return self.break_group(
-            lambda: late_error(role, method, called, late, seconds, what, infos, coordinates, QUERY_SECONDS)
+        """Break the group because of a call that is late, and return the error.
+
+        Args:
+            role: the role that was called.
+            method: name of the method.
+            called: the ranks that the call was sent to.
+            late: the called ranks that are late.
+            seconds: the seconds that have passed.
+            what: what the call lacks, such as ``had no answer in``.
+        """
+        return self.break_group(lambda: self._late_error(role, method, called, late, seconds, what))
+
+    def _late_error(
+        self, role: str, method: str, called: Sequence[int], late: Sequence[int], seconds: float, what: str
+    ) -> CallTimeout:
+        """Return the error of a late call, with the stacks of the late ranks and who waits for whom."""
+        hang = look_at_ranks(self.handles.infos, self.coordinates.get(role, ()), called, late, QUERY_SECONDS)
+        cause = f" {hang.cause}" if hang.cause else ""
+        report = f"\n{hang.report}\n\n" if hang.report else ""
+        stacks = "\n".join(f"{self._label(role, rank)}:\n{hang.stacks[rank]}" for rank in late)
+        ranks = f"{len(late)} of {len(called)} ranks, {', '.join(map(str, late))}"
+        return CallTimeout(
+            f"{role}.{method} {what} {seconds:g} s from {ranks}:{cause}\n{report}{stacks}",
+            role=role,
+            method=method,
+            timeout=seconds,
+            ranks=tuple(late),
+            stacks=hang.stacks,
+            cause=hang.cause,
+            report=hang.report,
         )
 
     # ---- the first cause ---------------------------------------------------------------------------------------------
@@ -716,8 +742,10 @@ class GroupProcesses:
         self.handles.enter(GroupState.RESTARTING)
         try:
             after = self.launch_again(timeout, self.handles.gone)
-        except BaseException:
+        except BaseException as error:
             self.handles.enter(GroupState.BROKEN)
+            if cause is restarted and isinstance(error, GroupError):  # the group worked until then
+                self.handles.cause = error
             raise
         self.handles.enter(GroupState.ENDED)
         self.handles.cause, self.handles.hub = cause, None
