@@ -157,7 +157,8 @@ class RayResourcePool(ResourcePool):
 
     def replace_lost(self, lost: Collection[str]) -> None:
         """Take spare bundles in place of those on lost nodes; see ``Reservation.replace_lost``."""
-        self._reservation.replace_lost(lost)
+        with self._reservation.lock:
+            self._reservation.replace_lost(lost)
 
     def set_beside(self, pools: Iterable[RayResourcePool]) -> None:
         """Share the cores of each node with the groups of these pools, by the default of ``threads``."""
