@@ -25,14 +25,7 @@ from typing_extensions import Buffer
 from zmq.utils.monitor import recv_monitor_message
 
 from mcontroller.channel.address import Address
-from mcontroller.channel.wire import (
-    Place,
-    configure,
-    get_option,
-    monitor,
-    receive_frames,
-    send_frames,
-)
+from mcontroller.channel.wire import Place, configure, monitor, receive_frames, send_frames
 from mcontroller.errors import DataError
 
 RECONNECT_MS = 50
@@ -52,8 +45,8 @@ LOOK_SECONDS = 1.0
 
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
-"""Plain integers: pyzmq's enumerations cost time at each use."""
+_NOBLOCK = int(zmq.NOBLOCK)
+"""A plain integer: pyzmq's enumerations cost time at each use."""
 
 _local = threading.local()
 """The client of queries of each thread."""
@@ -277,7 +270,7 @@ class Links:
         self._monitor = monitor(self.socket, _MONITORED)
         self._monitor_poll = select.poll()
         self._monitor_poll.register(self._monitor.fileno(), select.POLLIN)
-        get_option(self._monitor, _EVENTS)  # from now on, the descriptor announces events
+        self._monitor.get(zmq.EVENTS)  # from now on, the descriptor announces events
         self._ids: dict[str, bytes] = {}
 
     @property
@@ -307,20 +300,21 @@ class Links:
 
         At the end, the descriptor announces the next message.
         """
-        socket = self.socket
-        while get_option(socket, _EVENTS) & _POLLIN:
-            link: bytes = socket.recv()
-            yield link, receive_frames(socket)
+        with contextlib.suppress(zmq.Again):
+            while True:
+                link: bytes = self.socket.recv(_NOBLOCK)
+                yield link, receive_frames(self.socket)
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
         """Yield what happened to connections: the link, and whether it was established (or lost, or not accepted)."""
         if not self._monitor_poll.poll(0):  # costs less than asking ZeroMQ
             return
-        while get_option(self._monitor, _EVENTS) & _POLLIN:
-            event = recv_monitor_message(self._monitor)
-            link = self._ids.get(event["endpoint"].decode())
-            if link is not None:
-                yield link, event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                link = self._ids.get(event["endpoint"].decode())
+                if link is not None:
+                    yield link, event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def close(self) -> None:
         """Close all connections, and drop what was not sent. A second call does nothing."""

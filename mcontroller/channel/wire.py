@@ -29,11 +29,11 @@ _SIZE_BYTES = 4
 _ANSWER = Struct("<qB")
 _INLINE, _STORED, _FAILED = range(3)
 
-_SNDMORE, _RCVMORE = int(zmq.SNDMORE), int(zmq.RCVMORE)
-"""Plain integers: pyzmq's enumerations cost time at each use."""
+SMALL_BYTES = 1 << 16
+"""Smaller frames are copied, which costs less than sharing them with ZeroMQ's thread."""
 
-get_option: Any = zmq.backend.Socket.get
-"""``zmq.Socket.get`` without the enumeration that it makes of the value."""
+_SNDMORE = int(zmq.SNDMORE)
+"""A plain integer: pyzmq's enumerations cost time at each use."""
 
 _send: Any = zmq.backend.Socket.send
 """``zmq.Socket.send`` without the options of draft sockets: socket, frame, flags, and whether to copy."""
@@ -100,19 +100,21 @@ def unpack_answer(frame: Buffer) -> tuple[int, GroupError | None, bool, memoryvi
 # ---- frames and sockets ---------------------------------------------------------------------------------------------
 
 
-def send_frames(socket: zmq.Socket[Any], frames: Sequence[Any]) -> None:
+def send_frames(socket: zmq.Socket[Any], frames: Sequence[bytes]) -> None:
     """Send a message. Only small frames are copied, because bytes never change."""
     for frame in frames[:-1]:
-        _send(socket, frame, _SNDMORE, False)
-    _send(socket, frames[-1], 0, False)
+        _send(socket, frame, _SNDMORE, len(frame) < SMALL_BYTES)
+    _send(socket, frames[-1], 0, len(frames[-1]) < SMALL_BYTES)
 
 
 def receive_frames(socket: zmq.Socket[Any]) -> list[Buffer]:
-    """Return the frames of a message, in separate memory; the first, which is small, as bytes."""
-    frames: list[Buffer] = [socket.recv()]
-    while get_option(socket, _RCVMORE):
-        frames.append(socket.recv(copy=False).buffer)
-    return frames
+    """Return the frames of a message, each in memory of its own, which the reader may write into."""
+    frames: list[Buffer] = []
+    while True:
+        frame = socket.recv(copy=False)
+        frames.append(frame.buffer)
+        if not frame.more:  # costs less than the option RCVMORE
+            return frames
 
 
 def configure(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:

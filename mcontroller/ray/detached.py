@@ -71,14 +71,13 @@ class RecordedLease:
         self._lease.release()
 
 
-def find(name: str) -> list[str]:
-    """Return the process names of the detached group ``name``, in rank order.
+def find(name: str) -> str:
+    """Return the prefix of the process names of the detached group ``name``.
 
     Raises:
         ResourceError: there is no such group, or more than one.
     """
-    names = _process_names()
-    groups = sorted(set(map(_group_of, names)))
+    groups = sorted(set(map(group_of, _process_names())))
     matching = [group for group in groups if group.rsplit("/", 1)[0] == name]
     if len(matching) != 1:
         count = "has no detached group" if not matching else f"has {len(matching)} detached groups"
@@ -88,52 +87,54 @@ def find(name: str) -> list[str]:
             name=name,
             groups=groups,
         )
-    return sorted((process for process in names if _group_of(process) == matching[0]), key=_rank_of)
+    return matching[0]
 
 
-def attach(worker_names: Sequence[str]) -> tuple[GroupProcesses, dict[str, type]]:
-    """Return the processes of a detached group and the worker class of each of its roles.
+def attach(group: str, worker_names: Sequence[str] = ()) -> tuple[GroupProcesses, dict[str, type]]:
+    """Return the processes of a detached group, in rank order, and the worker class of each of its roles.
 
     Args:
-        worker_names: names of the processes, in rank order.
+        group: the prefix of the names of its processes.
+        worker_names: names of its processes, which must be all of them, in any order; empty for those in its record.
 
     Raises:
         ResourceError: a process does not exist, or the start of the group is not complete. If its driver ended during
-            the start, the group is ended first.
+            the start, or a process has ended, the group is ended first.
     """
-    missing = sorted(set(worker_names) - set(_process_names()))
-    group = _group_of(worker_names[0])
-    record = _read(group)
-    if record is not None and not record.infos and _has_ended(record.job):
+    record, running = _read(group), set(_process_names())
+    names = [f"{group}/{rank}" for rank in range(len(record.infos))] if record is not None else []
+    died = [name for name in names if name not in running]
+    if record is not None and (died or (not names and _has_ended(record.job))):
         _end(group, record)
-        raise ResourceError(
-            f"the driver of group {group} ended before the group's start was complete: its processes have been ended, "
-            "start it again",
-            name=group,
-            missing=missing,
-        )
+        why = f"{', '.join(died)} died" if died else "its driver ended before its start was complete"
+        text = f"the processes of group {group} have been ended, because {why}: start it again"
+        raise ResourceError(text, name=group, missing=died)
+    missing = sorted(set(worker_names) - running)
     if missing:
         text = f"the cluster has no detached process named {', '.join(missing)}: the group {NOT_DETACHED}"
         raise ResourceError(text, name=group, missing=missing)
-    if record is None or not record.infos:
-        raise ResourceError(f"the cluster is still starting group {group}: try again", name=group, missing=missing)
-    actors = [ray.get_actor(name, namespace=NAMESPACE) for name in worker_names]
+    if record is None or not names:
+        raise ResourceError(f"the cluster is still starting group {group}: try again", name=group)
+    if worker_names and sorted(worker_names) != sorted(names):
+        text = f"worker_names are {', '.join(worker_names)}; expected all processes of one group: {', '.join(names)}"
+        raise ResourceError(text, name=group, expected=names)
+    actors = [ray.get_actor(name, namespace=NAMESPACE) for name in names]
     handles = ProcessHandles(
         partial(_remove, group, record.placements),
         record.options or ChannelOptions(),
-        list(worker_names),
+        names,
         actors,
         [actor.get_info.remote() for actor in actors],  # behind ``serve``, which does not end
-        [record.infos[_rank_of(name)] for name in worker_names],
+        list(record.infos),
     )
     handles.enter(GroupState.READY)
-    return GroupProcesses(worker_names[0].rsplit("/", 2)[0], handles, detached=True), record.classes
+    return GroupProcesses(group.rsplit("/", 1)[0], handles, detached=True), record.classes
 
 
 def _remove(group: str, placements: Set[PlacementGroup]) -> None:
     """Delete the record, and remove the placement groups that no other detached group uses."""
     _delete(group)
-    records = [_read(other) for other in set(map(_group_of, _process_names())) - {group}]
+    records = [_read(other) for other in set(map(group_of, _process_names())) - {group}]
     used = {placement for record in records if record is not None for placement in record.placements}
     for placement in placements - used:
         remove_placement_group(placement)
@@ -141,7 +142,7 @@ def _remove(group: str, placements: Set[PlacementGroup]) -> None:
 
 def _end(group: str, record: DetachedRecord) -> None:
     for name in _process_names():
-        if _group_of(name) == group:
+        if group_of(name) == group:
             ray.kill(ray.get_actor(name, namespace=NAMESPACE))
     _remove(group, record.placements)
 
@@ -161,12 +162,9 @@ def _process_names() -> list[str]:
     return [actor["name"] for actor in listed if actor["namespace"] == NAMESPACE]
 
 
-def _group_of(process: str) -> str:
+def group_of(process: str) -> str:
+    """Return the prefix of the names of the processes of a group, from the name of one of them."""
     return process.rsplit("/", 1)[0]
-
-
-def _rank_of(process: str) -> int:
-    return int(process.rsplit("/", 1)[1])
 
 
 def _write(group: str, record: DetachedRecord) -> None:

@@ -70,7 +70,7 @@ def launch(
     lease = pool.lease(name)
     unique = f"{name}/{uuid.uuid4().hex[:8]}"
     handles = ProcessHandles(lease.release, pool.channel)
-    lease.reservation.processes.add(handles)
+    lease.reservation.processes[lease] = handles
     deadline = None if timeout is None else time.monotonic() + timeout
     recorded: RecordedLease | None = None
     try:

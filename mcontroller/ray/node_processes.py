@@ -1,4 +1,7 @@
-"""Processes as their node sees them: whether they run, how they are ended, and how they have ended."""
+"""Processes as their node sees them: whether they run, how they are ended, and how they have ended.
+
+Also whether this process is connected to the cluster that it has started processes in.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from socket import gethostname
@@ -65,12 +69,22 @@ class NodeProcess(NamedTuple):
 
 
 def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # the title of a process, which is in front, may end in the middle of a character
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
 
 
 def _namespace() -> str:
     """Return what identifies the process ids of this process: the boot of its machine, and the namespace there."""
     return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def session() -> object:
+    """Return what identifies this driver's connection to its cluster, for comparison; None if it is not connected.
+
+    A fork of the driver has none, although Ray's variables are there. Every call of a group asks several times: the ids
+    of ``ray.get_runtime_context`` take 5 us, this takes 0.3 us.
+    """
+    return (os.getpid(), weakref.ref(ray._private.worker.global_worker.node)) if ray.is_initialized() else None
 
 
 def begin_on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -18,9 +18,8 @@ from ray.exceptions import RayError
 from mcontroller.channel.controller import Hub
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import GroupBroken, GroupError
-from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes
+from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes, session
 from mcontroller.ray.process import ProcessInfo
-from mcontroller.ray.reservation import session
 
 END_SECONDS = 5.0
 """Time to wait until processes that Ray has killed are gone, before they get SIGKILL."""
@@ -133,7 +132,7 @@ class ProcessHandles:
     @property
     def ended(self) -> bool:
         """Whether the processes were killed, or are out of reach."""
-        return self.killed or self._session is None or self._session != session()
+        return self.killed or not self.reachable
 
     def broken_error(self, role: str) -> GroupBroken:
         """Return the error of a call of ``role``, or of a read, after the failure ``cause``."""

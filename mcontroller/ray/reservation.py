@@ -7,14 +7,16 @@ bundles, until its release.
 from __future__ import annotations
 
 import ipaddress
+import os
 import sys
+import threading
 import time
 import uuid
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -22,6 +24,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcontroller.errors import ResourceError
+from mcontroller.ray.node_processes import session
+
+if TYPE_CHECKING:
+    from mcontroller.ray.process_handles import ProcessHandles
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +83,6 @@ class Bundle:
         return PlacementGroupSchedulingStrategy(self.group, self.index)
 
 
-class Processes(Protocol):
-    """The processes of a group.
-
-    Attributes:
-        running: those that SIGKILL has not ended, which keep the slots of the group.
-    """
-
-    running: list[str]
-
-    def end(self) -> None:
-        """Kill them, wait until they are gone, and free their slots; a second call tries again if that failed."""
-
-
 class Reservation:
     """Bundles of these shapes. ``bundles()`` reserves them on demand, ``release`` returns them to the cluster.
 
@@ -101,7 +94,8 @@ class Reservation:
         spare: more bundles on each node, which take the place of those on a node that is lost.
 
     Attributes:
-        processes: the processes that this driver has started in the bundles, of each group.
+        processes: the processes that this driver has started in the bundles, by the lease of their slots.
+        lock: held while bundles are reserved, leased or returned, because several threads may start groups.
     """
 
     def __init__(self, shapes: Sequence[NodeShape], slots: int, name: str, detached: bool, spare: int = 0) -> None:
@@ -111,18 +105,19 @@ class Reservation:
         self.detached = detached
         self.spare = spare
         self.pinned = spare > 0
-        self.processes: weakref.WeakSet[Processes] = weakref.WeakSet()
+        self.processes: dict[object, ProcessHandles] = {}  # also of a group that was garbage-collected and did not end
+        self.lock = threading.RLock()
         self._bundles: list[Bundle] = []
         self._spares: list[Bundle] = []
         self._groups: list[PlacementGroup] = []
         self._session: object = None
         if not detached:
-            weakref.finalize(self, _remove, self._groups)
+            weakref.finalize(self, _remove_in, os.getpid(), self._groups)
 
     @property
     def running(self) -> str:
         """The processes of all groups that SIGKILL has not ended, for messages."""
-        return "; ".join(text for processes in tuple(self.processes) for text in processes.running)
+        return "; ".join(text for processes in tuple(self.processes.values()) for text in processes.running)
 
     @property
     def held(self) -> bool:
@@ -136,20 +131,23 @@ class Reservation:
             ResourceError: the cluster is too small (at once), or others use its resources (after ``timeout`` seconds);
                 or Ray assigns one GPU to two bundles.
         """
-        if not self.held:
-            whole = [replace(shape, processes=shape.processes + self.spare) for shape in self.shapes]
-            self._groups[:] = _reserve(whole, self.name, self.detached, timeout)
-            try:
-                ordered = _in_rank_order(self._groups, self.slots)
-                counts = {group: shape.processes for group, shape in zip(self._groups, self.shapes, strict=True)}
-                self._bundles = [bundle for bundle in ordered if bundle.local_rank < counts[bundle.group]]
-                self._spares = [bundle for bundle in ordered if bundle.local_rank >= counts[bundle.group]]
-            except BaseException:
-                _remove(self._groups)
-                self._groups.clear()
-                raise
-            self._session = session()
-        return self._bundles
+        with self.lock:
+            if not self.held:
+                self._reserve(timeout)
+            return self._bundles
+
+    def _reserve(self, timeout: float) -> None:
+        whole = [replace(shape, processes=shape.processes + self.spare) for shape in self.shapes]
+        self._groups[:] = _placement_groups(whole, self.name, self.detached, timeout)
+        try:
+            ordered = _in_rank_order(self._groups, self.slots)
+            counts = {group: shape.processes for group, shape in zip(self._groups, self.shapes, strict=True)}
+            self._bundles = [bundle for bundle in ordered if bundle.local_rank < counts[bundle.group]]
+            self._spares = [bundle for bundle in ordered if bundle.local_rank >= counts[bundle.group]]
+        except BaseException:
+            _remove(self._groups)
+            raise
+        self._session = session()
 
     def replace_lost(self, lost: Collection[str]) -> None:
         """Take spare bundles in place of those on lost nodes. Ranks keep their numbers.
@@ -190,17 +188,23 @@ class Reservation:
 
     def release(self) -> None:
         """Return the bundles to the cluster. Ray ends every process that still runs in them."""
-        if self.held:
-            _remove(self._groups)
-        self._groups.clear()
-        self._bundles, self._spares = [], []
-        self.pinned = self.spare > 0
+        with self.lock:
+            if self.held:
+                _remove(self._groups)
+            self._groups.clear()
+            self._bundles, self._spares = [], []
+            self.pinned = self.spare > 0
 
 
-def _remove(groups: Sequence[PlacementGroup]) -> None:
-    if ray.is_initialized():
-        for group in groups:
-            remove_placement_group(group)
+def _remove(groups: list[PlacementGroup]) -> None:
+    for group in groups:
+        remove_placement_group(group)
+    groups.clear()
+
+
+def _remove_in(pid: int, groups: list[PlacementGroup]) -> None:
+    if ray.is_initialized() and os.getpid() == pid:  # not in a fork
+        _remove(groups)
 
 
 def by_address(address: str) -> tuple[int, int, str]:
@@ -232,15 +236,7 @@ def check_fits(shapes: Sequence[NodeShape], name: str) -> None:
         raise _resource_error(shapes, name, "the cluster does not have it")
 
 
-def session() -> object:
-    """Return what identifies this driver's connection to its cluster, for comparison; None if it is not connected.
-
-    Every call of a group asks several times: the ids of ``ray.get_runtime_context`` take 5 us, this takes 0.3 us.
-    """
-    return weakref.ref(ray._private.worker.global_worker.node) if ray.is_initialized() else None
-
-
-def _reserve(shapes: Sequence[NodeShape], name: str, detached: bool, timeout: float) -> list[PlacementGroup]:
+def _placement_groups(shapes: Sequence[NodeShape], name: str, detached: bool, timeout: float) -> list[PlacementGroup]:
     check_fits(shapes, name)
     lifetime = "detached" if detached else None
     groups: list[PlacementGroup] = []

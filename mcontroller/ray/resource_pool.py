@@ -157,7 +157,8 @@ class RayResourcePool(ResourcePool):
 
     def replace_lost(self, lost: Collection[str]) -> None:
         """Take spare bundles in place of those on lost nodes; see ``Reservation.replace_lost``."""
-        self._reservation.replace_lost(lost)
+        with self._reservation.lock:
+            self._reservation.replace_lost(lost)
 
     def set_beside(self, pools: Iterable[RayResourcePool]) -> None:
         """Share the cores of each node with the groups of these pools, by the default of ``threads``."""
@@ -177,7 +178,7 @@ class RayResourcePool(ResourcePool):
         Raises:
             ResourceError: SIGKILL has not ended a process. The pool keeps its bundles; a second call tries again.
         """
-        for processes in tuple(self._reservation.processes):  # else their groups would report that they died
+        for processes in tuple(self._reservation.processes.values()):  # else their groups would report that they died
             processes.end()
         running = self._reservation.running
         if running and self._reservation.held:
@@ -204,13 +205,16 @@ class RayResourcePool(ResourcePool):
             ResourceError: a bundle has no free slot; the message names the groups that hold its slots. Or as
                 ``reserve`` does.
         """
-        bundles = self.bundles(timeout)
+        with self._reservation.lock:
+            return self._lease(group, self.bundles(timeout))
+
+    def _lease(self, group: str, bundles: list[Bundle]) -> SlotLease:
         full = [rank for rank, bundle in enumerate(bundles) if None not in bundle.holders]
         if full:
             holders = sorted({name for rank in full for name in bundles[rank].holders if name})
             fix = "Shut down one of these groups, or raise max_colocate_count"
             if running := self._reservation.running:
-                fix = f"SIGKILL has not ended {running}: shut down its group again when it has ended"
+                fix = f"SIGKILL has not ended {running}: shut down its group, or the pool, again when it has ended"
             raise ResourceError(
                 f"group {group!r} needs a slot in each of the {len(bundles)} bundles of pool {self.name_prefix!r}, "
                 f"and {len(full)} of them have no free slot: max_colocate_count is {self.max_colocate_count}, and the "
@@ -299,7 +303,7 @@ class RayResourcePool(ResourcePool):
         return same and left.start < right.stop and right.start < left.stop
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SlotLease:
     """The slots of one group.
 
@@ -315,9 +319,11 @@ class SlotLease:
 
     def release(self) -> None:
         """Free the slots, and release the reservation if no group uses it any more. Call it once."""
-        for bundle, slot in zip(self.bundles, self.slots, strict=True):
-            bundle.holders[slot] = None
-        self.reservation.release_if_unused()
+        with self.reservation.lock:
+            for bundle, slot in zip(self.bundles, self.slots, strict=True):
+                bundle.holders[slot] = None
+            self.reservation.processes.pop(self, None)
+            self.reservation.release_if_unused()
 
 
 @dataclass

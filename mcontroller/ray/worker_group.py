@@ -13,7 +13,7 @@ from mcontroller.locality import locality_lines
 from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.class_with_init import RayClassWithInitArgs, Roles, check_class_with_init
-from mcontroller.ray.detached import attach, find
+from mcontroller.ray.detached import attach, find, group_of
 from mcontroller.ray.launch import launch
 from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.worker import W_co
@@ -114,17 +114,18 @@ class RayWorkerGroup(WorkerGroup[W_co]):
 
         Args:
             name_prefix: name of the group.
-            worker_names: names of its processes, if several groups have the same name.
+            worker_names: names of all its processes, if several groups have the same name.
             ray_cls_with_init: a worker class to use instead of the one that the group was started with.
             timeout: deadline in seconds of calls that set none.
 
         Raises:
             ConfigError: both ``name_prefix`` and ``worker_names`` are None.
-            ResourceError: there is no such group, or more than one.
+            ResourceError: there is no such group, or more than one; or a process of it has ended, and so have all then.
         """
         if not name_prefix and not worker_names:
             raise ConfigError("pass name_prefix or worker_names of the detached group", key="name_prefix")
-        processes, classes = attach(worker_names or find(str(name_prefix)))
+        prefix = group_of(worker_names[0]) if worker_names else find(str(name_prefix))
+        processes, classes = attach(prefix, worker_names or ())
         if len(classes) == 1 and ray_cls_with_init is not None:
             check_class_with_init(ray_cls_with_init)
             classes = dict.fromkeys(classes, ray_cls_with_init.cls)

@@ -192,6 +192,7 @@ class RayExecutor:
 
         Raises:
             WorkerError: a worker's ``before_shutdown`` raised; the processes have been ended all the same.
+            WorkerDied: a process ended in ``before_shutdown``.
             CallTimeout: ``before_shutdown`` did not return in time, or a rank is stopped (by SIGSTOP or a debugger) for
                 ``QUERY_SECONDS``; the processes have been ended all the same.
         """
@@ -205,10 +206,9 @@ class RayExecutor:
                     with contextlib.suppress(GroupBroken, WorkerDied):  # it broke since the look
                         call = of_process.submit("before_shutdown", nothing, (), timeout=timeout)
             if call is not None:
-                processes.end_if_stopped(call)
+                processes.finishing = call
                 for keeping in tuple(processes.keeping):
                     keeping.read_before_end(call.remaining())
-                with contextlib.suppress(WorkerDied):
-                    call.check()
+                call.check()
         finally:
             processes.handles.end()

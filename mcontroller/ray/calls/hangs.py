@@ -13,8 +13,6 @@ from typing import NamedTuple
 import ray
 
 from mcontroller.channel.controller import ask
-from mcontroller.errors import CallTimeout
-from mcontroller.ray.calls.failures import RankLabel
 from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node
 from mcontroller.ray.process import ProcessInfo, ProcessPosition
 from parallel_state.hangs.record import RankRecord, read_rank_record
@@ -90,49 +88,6 @@ def look_at_ranks(
     if not cause and records.get(late[0]) is not None:
         cause = f"{ranks.describe(late[0])} {ranks.activity(late[0])}"
     return Hang(stacks, cause, report)
-
-
-def late_error(
-    role: str,
-    method: str,
-    called: Sequence[int],
-    late: Sequence[int],
-    limit: float,
-    what: str,
-    infos: Sequence[ProcessInfo],
-    coordinates: Sequence[Mapping[str, int]],
-    seconds: float,
-) -> CallTimeout:
-    """Return the error of a call that is late, with the stacks of the late ranks and who waits for whom.
-
-    Args:
-        role: the role that was called.
-        method: name of the method.
-        called: the ranks that the call was sent to.
-        late: the called ranks that are late.
-        limit: the seconds that have passed.
-        what: what the call lacks, such as ``had no answer in``.
-        infos: where the process of every rank runs.
-        coordinates: index on each axis, by rank; empty if unknown.
-        seconds: seconds to wait for the answers of the processes.
-    """
-    hang = look_at_ranks(infos, coordinates, called, late, seconds)
-    labels = {rank: RankLabel(role, rank, coordinates[rank] if coordinates else {}, infos[rank]) for rank in late}
-    listed = "\n".join(f"{labels[rank]}:\n{hang.stacks[rank]}" for rank in late)
-    explained = "\n".join(
-        [f" {hang.cause}" if hang.cause else "", *([f"\n{hang.report}\n"] if hang.report else []), ""]
-    )
-    return CallTimeout(
-        f"{role}.{method} {what} {limit:g} s from {len(late)} of {len(called)} "
-        f"ranks, {', '.join(map(str, late))}:{explained}{listed}",
-        role=role,
-        method=method,
-        timeout=limit,
-        ranks=tuple(late),
-        stacks=hang.stacks,
-        cause=hang.cause,
-        report=hang.report,
-    )
 
 
 def stopped_ranks(infos: Sequence[ProcessInfo], timeout: float) -> set[int]:

@@ -41,9 +41,9 @@ from typing_extensions import Buffer
 
 from mcontroller.channel.controller import RECONNECT_SECONDS, CallOrder, Hub, ask, notify, notify_from_finalizer
 from mcontroller.channel.wire import Place, unpack_answer
-from mcontroller.errors import CallRejected, ConnectionLost, GroupError, ResourceError
+from mcontroller.errors import CallRejected, CallTimeout, ConnectionLost, GroupError, ResourceError
 from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, first_cause
-from mcontroller.ray.calls.hangs import late_error, look_at_ranks, stopped_ranks
+from mcontroller.ray.calls.hangs import look_at_ranks, stopped_ranks
 from mcontroller.ray.process_handles import GroupState, ProcessHandles
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, KeptValues, RemoteValue, ValuesLate, fetch
 from mcontroller.ray.values.wire import decode
@@ -227,26 +227,26 @@ class GroupCall:
         """Wait for every rank and return the values; see ``InFlightCall.result``."""
         limit, began = self.timeout if timeout is None else timeout, time.monotonic()
         self.check(timeout)
+        answers, _kept = self._answers, self._kept  # as long as they are read: another thread may be faster
         if self._values is None:
             if self.keep and self._handles.ended:
                 raise self.lost_with_group()
             try:
                 left = None if limit is None else max(0.0, began + limit - time.monotonic())
-                self._values = self._read(left)
+                self._values = self._read(answers, left)
             except ValuesLate as late:
                 ids = self._handles.actor_ids
                 ranks = [ids.index(handle.actor) for handle in late.handles] or self.ranks
                 self.error = self.group.time_out(self.role, self.method, ranks, ranks, limit or 0.0, VALUES_LATE)
                 raise self.error from None
-            self._answers.clear()
-            self._kept = None
+            self._answers, self._kept = {}, None
         return self._values
 
-    def _read(self, timeout: float | None) -> list[Any]:
+    def _read(self, answers: Mapping[int, tuple[Buffer, Sequence[Buffer]]], timeout: float | None) -> list[Any]:
         if self.keep:
             return fetch(self.parts, timeout)
         try:
-            return decode([self._answers[rank] for rank in self.returning], timeout)
+            return decode([answers[rank] for rank in self.returning], timeout)
         except GetTimeoutError:
             raise ValuesLate([self._handle(rank, outline=False) for rank in self._stored]) from None
 
@@ -297,8 +297,8 @@ class GroupCall:
 
 
 def _release(handles: ProcessHandles, ranks: Sequence[int], caller: bytes, number: int) -> None:
-    """Release the result of a call on ranks, unless their processes have been ended."""
-    if not handles.killed:
+    """Release the result of a call on ranks, unless their processes have been ended, or this is a fork."""
+    if not handles.ended:
         notify_from_finalizer([handles.infos[rank].address for rank in ranks], "release", caller, number)
 
 
@@ -339,6 +339,7 @@ class GroupProcesses:
         keeping: calls whose values the processes keep, as long as the calls exist.
         failures: the call, the rank and the error of each failure whose cause is looked for.
         earlier: the processes that these have replaced, with the failures that explain why their values are lost.
+        finishing: the call of ``before_shutdown``, which fails if a rank is stopped, because nothing will wake it up.
     """
 
     def __init__(self, name: str, handles: ProcessHandles, *, detached: bool = False) -> None:
@@ -354,11 +355,13 @@ class GroupProcesses:
         self.keeping: weakref.WeakSet[GroupCall] = weakref.WeakSet()
         self.failures: list[tuple[GroupCall | None, int, BaseException]] = []
         self.earlier: list[ProcessHandles] = []
+        self.finishing: GroupCall | None = None
         self._connections: dict[int, tuple[Connection, float]] = {}  # and since when it was lost
         self._raises_cause = False  # whether the next call raises the cause, because none was in flight
         self._late = _LateCall()
         self._lock = threading.RLock()
         self._wake = _Wake()
+        self._pid = os.getpid()
         itself = weakref.proxy(self)  # the hub must not keep an unused group from being garbage-collected
         self.hub = Hub(
             uuid.uuid4().hex.encode(),
@@ -394,6 +397,8 @@ class GroupProcesses:
                 raise self.handles.cause
             raise self.handles.broken_error(role)
         if self.handles.ended:
+            if os.getpid() != self._pid:
+                raise GroupError(f"group {role} cannot be called in a fork: call it in process {self._pid}", role=role)
             by = "" if self.handles.reachable else ", together with the Ray cluster that it ran on"
             raise GroupError(f"group {role} has been shut down{by}: start it again to call it", role=role)
 
@@ -551,14 +556,45 @@ class GroupProcesses:
         call = next(iter(tuple(self.calls.values())), None)
         if call is not None and call.pending and not self.handles.ended and self._late.look(call):
             call.end_late(time.monotonic() - call.started)
+        call = self.finishing
+        if call is not None and not self.handles.ended:
+            stopped = sorted(stopped_ranks(self.handles.infos, QUERY_SECONDS))
+            if stopped and not self.handles.ended:  # also one that has finished, and keeps values that are being read
+                self.time_out(call.role, call.method, call.ranks, stopped, QUERY_SECONDS, "had no answer in")
 
     def time_out(
         self, role: str, method: str, called: Sequence[int], late: Sequence[int], seconds: float, what: str
     ) -> GroupError:
-        """Break the group because of a call that is late, and return the error; see ``late_error``."""
-        infos, coordinates = self.handles.infos, self.coordinates.get(role, ())
-        return self.break_group(
-            lambda: late_error(role, method, called, late, seconds, what, infos, coordinates, QUERY_SECONDS)
+        """Break the group because of a call that is late, and return the error.
+
+        Args:
+            role: the role that was called.
+            method: name of the method.
+            called: the ranks that the call was sent to.
+            late: the called ranks that are late.
+            seconds: the seconds that have passed.
+            what: what the call lacks, such as ``had no answer in``.
+        """
+        return self.break_group(lambda: self._late_error(role, method, called, late, seconds, what))
+
+    def _late_error(
+        self, role: str, method: str, called: Sequence[int], late: Sequence[int], seconds: float, what: str
+    ) -> CallTimeout:
+        """Return the error of a late call, with the stacks of the late ranks and who waits for whom."""
+        hang = look_at_ranks(self.handles.infos, self.coordinates.get(role, ()), called, late, QUERY_SECONDS)
+        cause = f" {hang.cause}" if hang.cause else ""
+        report = f"\n{hang.report}\n\n" if hang.report else ""
+        stacks = "\n".join(f"{self._label(role, rank)}:\n{hang.stacks[rank]}" for rank in late)
+        ranks = f"{len(late)} of {len(called)} ranks, {', '.join(map(str, late))}"
+        return CallTimeout(
+            f"{role}.{method} {what} {seconds:g} s from {ranks}:{cause}\n{report}{stacks}",
+            role=role,
+            method=method,
+            timeout=seconds,
+            ranks=tuple(late),
+            stacks=hang.stacks,
+            cause=hang.cause,
+            report=hang.report,
         )
 
     # ---- the first cause ---------------------------------------------------------------------------------------------
@@ -668,6 +704,8 @@ class GroupProcesses:
         """Return whether no call runs, of this controller or another, on a group that works."""
         if not self.handles.ended:
             self.hub.wait(lambda: True, 0)  # receive what has arrived
+            with self._lock:
+                self._look_for_deaths()
         if self.state is not GroupState.READY or self.failures:
             return False
         if not self.detached:
@@ -675,14 +713,6 @@ class GroupProcesses:
         limit = QUERY_SECONDS if timeout is None else min(QUERY_SECONDS, timeout)
         answers = ask([info.address for info in self.handles.infos], "idle", timeout=limit)
         return all(answer is not None and answer[0] for answer in answers)
-
-    def end_if_stopped(self, call: GroupCall) -> None:
-        """End the group if a rank of a call is stopped, unless it goes on within ``QUERY_SECONDS`` or the deadline."""
-        left = call.remaining()
-        if left is not None and left <= QUERY_SECONDS:  # whose end reports the rank
-            return
-        if call.pending & stopped_ranks(self.handles.infos, QUERY_SECONDS):
-            call.end_late(QUERY_SECONDS)
 
     def values_late(self, late: ValuesLate, timeout: float) -> GroupError:
         """End the group whose processes did not send values of a finished call in time; return its error."""
@@ -712,8 +742,10 @@ class GroupProcesses:
         self.handles.enter(GroupState.RESTARTING)
         try:
             after = self.launch_again(timeout, self.handles.gone)
-        except BaseException:
+        except BaseException as error:
             self.handles.enter(GroupState.BROKEN)
+            if cause is restarted and isinstance(error, GroupError):  # the group worked until then
+                self.handles.cause = error
             raise
         self.handles.enter(GroupState.ENDED)
         self.handles.cause, self.handles.hub = cause, None

@@ -51,15 +51,14 @@ class ValuesLate(Exception):
 
 
 class KeptValues:
-    """Releases the results of a call in the worker processes when it is garbage-collected, or before.
+    """Releases the results of a call in the worker processes when it is garbage-collected.
 
     Args:
-        release: called once, without waiting; possibly by the garbage collector.
+        release: called once by the garbage collector; does not wait.
     """
 
     def __init__(self, release: Callable[[], None]) -> None:
-        self.release = weakref.finalize(self, release)
-        self.release.atexit = False
+        weakref.finalize(self, release).atexit = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from mcontroller import DataProto, Dispatch, register
-from mcontroller.errors import CallTimeout, WorkerDied
+from mcontroller.errors import CallTimeout, GroupError, WorkerDied
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from mcontroller.ray.calls import supervision
 from tests.mcontroller.ray.batch_roles import Chained
-from tests.mcontroller.ray.roles import Plain
+from tests.mcontroller.ray.roles import Plain, end
 
 Start = Callable[..., RayWorkerGroup]
 
@@ -35,6 +35,21 @@ class Forking(Plain):
                 os._exit(0)
             Path(path).write_text(str(child))
             os._exit(3)
+
+
+class StopsAtTheEnd(Chained):
+    """Rank 1 is stopped long after the others have finished."""
+
+    def before_shutdown(self) -> None:
+        if self.rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class DiesAtTheEnd(Plain):
+    def before_shutdown(self) -> None:
+        if self.rank == 1:
+            end("kill")
 
 
 @contextmanager
@@ -68,13 +83,35 @@ def test_shutdown_does_not_wait_for_a_stopped_rank_or_its_values(
     pool: RayResourcePool, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervision, "QUERY_SECONDS", 1.0)
-    group = start("rows", Chained)
+    group = start("rows", StopsAtTheEnd)
     future = group.passed.options(blocking=False)(rows())
     assert future.wait(60)
-    with stopped(group.pid()[1]), pytest.raises(CallTimeout) as caught:
+    with pytest.raises(CallTimeout) as caught:
         group.shutdown(timeout=600)
-    assert 1 in caught.value.ranks and caught.value.timeout == 1.0
+    assert caught.value.ranks == (1,) and caught.value.timeout == 1.0
     assert pool.holders == []
+
+
+def test_a_process_that_ends_while_it_finishes_is_reported(pool: RayResourcePool, start: Start) -> None:
+    with pytest.raises(WorkerDied) as caught:
+        start("rows", DiesAtTheEnd).shutdown()
+    assert (caught.value.rank, caught.value.method) == (1, "before_shutdown")
+    assert pool.holders == []
+
+
+def test_a_fork_of_the_controller_neither_calls_nor_ends_the_group(pool: RayResourcePool, start: Start) -> None:
+    group = start("forked")
+    fork = os.fork()
+    if fork == 0:
+        signal.alarm(30)  # instead of hanging
+        with suppress(GroupError):
+            group.pid()
+            os._exit(1)
+        group.shutdown()
+        pool.shutdown()
+        os._exit(0)
+    assert os.waitpid(fork, 0)[1] == 0
+    assert len(group.pid()) == 2 and pool.holders == ["forked"]
 
 
 def test_a_detached_group_with_a_stopped_rank_0_ends_at_the_deadline(ray_cluster: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -110,7 +111,11 @@ def test_a_detached_group_outlives_its_driver_and_is_found_by_name(ray_cluster: 
     group = RayWorkerGroup.from_detached("lasting")
     assert group.pid() == pids
     assert group.get() == ["kept", "kept"]
-    assert RayWorkerGroup.from_detached(worker_names=group.worker_names).pid() == pids
+    names = group.worker_names
+    assert RayWorkerGroup.from_detached(worker_names=names[::-1]).pid() == pids
+    with pytest.raises(ResourceError) as caught:
+        RayWorkerGroup.from_detached(worker_names=names[:1])
+    assert caught.value.fields["expected"] == names
     group.shutdown()
     assert gone(pids)
     assert ray.available_resources()["CPU"] >= 2
@@ -162,7 +167,7 @@ def test_a_detached_group_of_a_driver_that_died_is_ended_by_the_next_driver(
     process.wait(120)
     while "is still starting group halfway/" in (text := error_of_attach()):
         time.sleep(0.05)
-    assert "ended before the group's start was complete: its processes have been ended" in text
+    assert "ended before its start was complete" in text
     while "no detached group named" not in error_of_attach():
         time.sleep(0.05)
     assert not any(entry["state"] == "CREATED" for entry in placement_group_table().values())
@@ -205,13 +210,23 @@ def test_a_live_group_that_is_not_detached_is_named_with_the_fix(ray_cluster: No
             assert "detached=True" in str(caught.value)
 
 
-def test_two_jobs_with_groups_of_one_name_do_not_collide(ray_cluster: None) -> None:
+def test_two_jobs_with_groups_of_one_name_do_not_collide_and_one_without_a_rank_is_ended(
+    ray_cluster: None,
+) -> None:
     processes = [driver("", name="same", detached=True) for _ in range(2)]
     pids = [pids_of(process) for process in processes]
     assert [process.wait(120) for process in processes] == [0, 0]
     with pytest.raises(ResourceError) as caught:
         RayWorkerGroup.from_detached("same")
     assert len(caught.value.groups) == 2
+    os.kill(pids[0][1], signal.SIGKILL)
+    while len(ray.util.list_named_actors(all_namespaces=True)) == 4:
+        time.sleep(0.01)
+    dead = []
     for group in caught.value.groups:
-        RayWorkerGroup.from_detached(worker_names=[f"{group}/{rank}" for rank in range(2)]).shutdown()
+        try:
+            RayWorkerGroup.from_detached(worker_names=[f"{group}/{rank}" for rank in range(2)]).shutdown()
+        except ResourceError as error:
+            dead += error.missing
+    assert [name[-2:] for name in dead] == ["/1"]
     assert gone([pid for pids_of_job in pids for pid in pids_of_job])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,8 +25,8 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def node_process(process: subprocess.Popen[bytes]) -> NodeProcess:
-    with open(f"/proc/{process.pid}/stat") as stat:
-        return NodeProcess(process.pid, int(stat.read().rpartition(")")[2].split()[19]), None)
+    stat = Path(f"/proc/{process.pid}/stat").read_bytes()
+    return NodeProcess(process.pid, int(stat.rpartition(b")")[2].split()[19]), None)
 
 
 def test_a_stopped_process_is_reported_and_ended(sleeper: subprocess.Popen[bytes]) -> None:
@@ -43,6 +44,16 @@ def test_a_stopped_process_is_reported_and_ended(sleeper: subprocess.Popen[bytes
 def test_a_process_with_the_id_of_an_ended_one_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
     assert end_processes([node_process(sleeper)._replace(started=1)], patience=0, seconds=0) == []
     assert sleeper.poll() is None
+
+
+def test_a_title_cut_in_the_middle_of_a_character_is_no_obstacle() -> None:
+    title = Path("/proc/self/comm")
+    before = title.read_bytes()
+    title.write_bytes(b"ray::a rank 0 \xc2")
+    try:
+        assert NodeProcess.this().runs
+    finally:
+        title.write_bytes(before)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a process of another user")

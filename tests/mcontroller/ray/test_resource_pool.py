@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -42,13 +44,15 @@ def test_the_processes_of_all_slots_fit_one_gpu_in_the_units_of_ray(slots: int) 
 
 
 def test_a_process_that_sigkill_does_not_end_keeps_its_slot(
-    pool: RayResourcePool, start: Start, monkeypatch: pytest.MonkeyPatch
+    pool: RayResourcePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = "pid 7 on here, in state D"
-    group, other = start("stuck"), pool.lease("other")
+    group, other = RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="stuck"), pool.lease("other")
     with monkeypatch.context() as patched:
         patched.setattr(process_handles, "end_processes", lambda *_: [stuck])
         group.shutdown()
+        del group
+        gc.collect()
         with pytest.raises(ResourceError) as lease:
             pool.lease("third")
         with pytest.raises(ResourceError) as end:
@@ -56,8 +60,19 @@ def test_a_process_that_sigkill_does_not_end_keeps_its_slot(
     assert lease.value.running == end.value.running == stuck
     other.release()
     assert pool.holders == ["stuck"]
-    group.shutdown()  # the process has ended meanwhile
-    assert pool.holders == []
+    [processes] = pool._reservation.processes.values()
+    processes.end()  # it has ended meanwhile, as the next shutdown finds out
+    assert pool.holders == [] and not pool._reservation.processes
+
+
+def test_threads_that_start_groups_share_one_reservation_and_get_different_slots(pool: RayResourcePool) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(pool.lease, ("first", "second"))
+    assert {first.slots, second.slots} == {(0, 0), (1, 1)} and first.bundles == second.bundles
+    assert held() == 1
+    first.release()
+    second.release()
+    assert held() == 0
 
 
 def test_a_bundle_reserves_one_cpu_for_each_of_its_slots(pool: RayResourcePool) -> None:

@@ -48,6 +48,10 @@ def test_only_a_broken_group_restarts(handles: ProcessHandles) -> None:
 def test_a_restarted_group_knows_why_values_of_earlier_processes_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_handles, "session", lambda: SESSION)
     monkeypatch.setattr(ProcessHandles, "_kill", lambda handles: [])
+
+    def failing(*_: object) -> GroupProcesses:
+        raise SECOND
+
     groups = []
     for name in ("first", "second", "third"):
         actor = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda name=name: name))
@@ -55,13 +59,17 @@ def test_a_restarted_group_knows_why_values_of_earlier_processes_are_lost(monkey
         handles.enter(GroupState.READY)
         groups.append(GroupProcesses("group", handles))
     first, second, third = groups
-    first.launch_again, second.launch_again = lambda *_: second, lambda *_: third
+    first.launch_again, second.launch_again = lambda *_: second, failing
     executor = RayExecutor(first, "role")
     executor.fail(FIRST)
     executor.restart()
     assert executor.processes is second and executor.broken is None
     assert first.state is GroupState.ENDED
-    executor.restart()  # of a group that works
+    with pytest.raises(GroupError):
+        executor.restart()  # of a group that works
+    assert executor.broken is SECOND
+    second.launch_again = lambda *_: third
+    executor.restart()
     assert executor.processes is third and third.state is GroupState.READY
     assert third.error_for("first") is FIRST
     assert isinstance(third.error_for("second"), GroupError)
