@@ -187,7 +187,18 @@ def delete_with_links(directory: Path) -> None:
         for link in directory.parent.iterdir():
             if link.is_symlink() and os.readlink(link) == directory.name:
                 link.unlink()
-    if directory.exists():
+    delete_directory(directory)
+
+
+def delete_directory(directory: Path) -> None:
+    """Delete a directory, or the link to it if it has been moved to another disk; nothing if it does not exist.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if directory.is_symlink():
+        directory.unlink()
+    elif directory.exists():
         shutil.rmtree(directory)
 
 

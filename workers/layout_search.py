@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mcontroller.errors import MControllerError
@@ -74,23 +74,23 @@ class LayoutSearch:
 
 @without_gpus
 def search_layouts(
-    actor: ActorConfig, world_size: int, lengths: Lengths, gpu_memory: float, *, layers: str, gpus_per_node: int = 8
+    actor: ActorConfig, ranks_on_nodes: Sequence[int], lengths: Lengths, gpu_memory: float, *, layers: str
 ) -> LayoutSearch:
-    """Estimate the memory of an update of the actor in every layout whose sizes are powers of two.
+    """Estimate the memory of an update of the actor in every layout whose tensor-parallel ranks are on one node.
 
     Context parallelism is that of the configuration. Dry runs of few ranks are scaled; see ``_update``.
 
     Args:
         actor: the actor.
-        world_size: number of ranks.
+        ranks_on_nodes: number of ranks of each node.
         lengths: of the rows.
         gpu_memory: [bytes] of a GPU.
         layers: ``transformer_engine`` or ``local``.
-        gpus_per_node: the largest size of tensor parallelism.
     """
+    world_size = sum(ranks_on_nodes)
     fitting, too_large, rejected = list[LayoutMemory](), list[LayoutMemory](), list[str]()
     actor = replace(actor, model=replace(actor.model, transformer_impl=layers))
-    for parallel in _layouts(actor, world_size, gpus_per_node):
+    for parallel in _layouts(actor, world_size, math.gcd(*ranks_on_nodes)):
         try:
             memory = _update(replace(actor, parallel=parallel), world_size, lengths)
         except MControllerError as error:  # the layout does not fit the model
@@ -159,15 +159,15 @@ def _scaled_peak(use: Use, ran: Variant, other: Variant) -> int:
     return round(use.peak + sum((scale - 1) * use.by_kind.get(kind, 0) for kind, scale in scales.items()))
 
 
-def _layouts(actor: ActorConfig, world_size: int, gpus_per_node: int) -> Iterator[ParallelConfig]:
+def _layouts(actor: ActorConfig, world_size: int, most_tp: int) -> Iterator[ParallelConfig]:
     given, experts = actor.parallel, actor.model.num_moe_experts or 1
-    for tp in _powers_of_two(min(gpus_per_node, world_size)):
-        for pp in _powers_of_two(min(actor.model.num_layers, world_size // tp)):
-            for ep in _powers_of_two(min(experts, world_size // pp)):
+    for tp in _divisors(most_tp):
+        for pp in _divisors(world_size // tp):
+            for ep in _divisors(math.gcd(experts, world_size // pp)):
                 sequence = tp > 1 and (given.sequence_parallel or experts > 1 or given.tp == 1)
                 etp = 1 if experts > 1 else None
                 yield replace(given, tp=tp, pp=pp, ep=ep, etp=etp, vpp=None, sequence_parallel=sequence)
 
 
-def _powers_of_two(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length())]
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -19,7 +19,7 @@ from workers.generate.sampling import Sampling
 from workers.generate.vllm.engine_process import EngineProcess
 from workers.generate.vllm.start import engine_arguments, engine_environment, policy_folder
 from workers.generate.vllm.vllm_engine import VllmAddress, sampling_parameters
-from workers.gpucheck.scale import FULL
+from workers.parity.cases import LARGE
 
 PROMPT, EOS, PAD = 64, 2, 0
 SMALL = {"vocab_size": 4096, "max_sequence_length": 1024, "num_layers": 4, "hidden_size": 256}
@@ -61,7 +61,7 @@ class MeasuredEngine:
     """
 
     def __init__(self, python: str, requests: int, length: int, gpu: str | None = None) -> None:
-        model = SMALL if gpu is None else FULL.model | {"dtype": "bfloat16"}
+        model = SMALL if gpu is None else LARGE | {"dtype": "bfloat16"}
         vllm = {"python": python, "start_timeout_s": 600.0}
         longest = TURNS * length + (TURNS - 1) * len(REPLY)
         rollout = {"engine": "vllm", "prompt_length": PROMPT, "response_length": longest, "max_rows": requests}

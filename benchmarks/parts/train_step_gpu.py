@@ -21,7 +21,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from benchmarks.parts.plain_step import MicroBatch, plain_step
 from mcontroller import DataProto
-from workers.gpucheck.scale import FULL, Scale, fastest
+from workers.config import ActorConfig
+from workers.gpucheck.scale import FULL, batch_of, fastest
 from workers.parity.roles import call, policy
 
 AT_MOST, LEAST_UTILIZATION = 1.02, 0.45
@@ -29,16 +30,15 @@ TOLERANCE = 1e-2
 """The largest relative difference of losses and of gradient norms: both sides round to bfloat16."""
 
 
-def compare(scale: Scale) -> dict[str, float]:
+def compare(config: ActorConfig) -> dict[str, float]:
     """Return the seconds of an update and of a plain step, their ratio, and the share of the GPU's peak."""
-    config = scale.config()
-    batch = sft_batch(scale)
+    batch = sft_batch(config)
     with policy(dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=0.0))) as worker:
         call(worker, "update_sft", batch)
         seconds, updated = fastest(call, worker, "update_sft", batch)
         metrics = updated.meta_info["metrics"]
         with worker.call_context("update_sft"):
-            step = worker.model[0], worker.state.optimizer, packed(batch, scale.packed, worker.device)
+            step = worker.model[0], worker.state.optimizer, packed(batch, config.ppo_micro_batch_size, worker.device)
             plain_step(*step)
             plain, (reports, norm) = fastest(plain_step, *step)
     total, count = torch.stack([report["loss"] for report in reports]).sum(0).tolist()
@@ -50,9 +50,9 @@ def compare(scale: Scale) -> dict[str, float]:
     return figures | {name: value for name, value in metrics.items() if name == "sft/mfu"}
 
 
-def sft_batch(scale: Scale) -> DataProto:
+def sft_batch(config: ActorConfig) -> DataProto:
     """Return rows of full length; every token but the first is a target."""
-    ids = scale.batch().tensors()["input_ids"]
+    ids = batch_of(config).tensors()["input_ids"]
     targets = (torch.arange(ids.size(1)) > 0).long().expand_as(ids).contiguous()
     return DataProto.from_dict({"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": targets})
 

@@ -65,16 +65,15 @@ PARTS = ["-m", "mcontroller", "gpucheck", "--scale", "tiny", "--part"]
 
 @pytest.mark.timeout(300)
 def test_parts_a_to_c_need_no_ray(tmp_path: Path) -> None:
-    options = [*PARTS, "a", "--part", "b", "--part", "c", "--folder", str(tmp_path)]
+    options = [*PARTS, "a", "--part", "b", "--part", "c"]
     rows = rows_of(start(tmp_path, *options, blocked=WITHOUT_RAY), 0)
     assert {name for name, row in rows.items() if row["result"] != "passed"} == {"FP8"}  # without Transformer Engine
     assert {row["part"] for row in rows.values()} == {"a", "b", "c"}
     figures = rows["dense float32 local"]["figures"]
     assert 0 < figures["scores"] < 1e-5 and figures["greedy"] == 0
     assert rows["scores after reload"]["figures"] == {"difference": 0.0}
-    assert rows["update"]["figures"]["tokens_per_s"] > 0
-    assert {"dense bfloat16 local", "offload and reload again", "step after a load"} <= rows.keys()
-    assert list(tmp_path.glob("gpucheck*")) == []
+    assert rows["update"]["figures"]["seconds"] > 0
+    assert {"dense bfloat16 local", "update in bfloat16", "offload and reload 3 in bfloat16"} <= rows.keys()
 
 
 def test_a_fault_in_the_product_fails_its_row_and_a_killed_run_keeps_the_rows_that_it_has(tmp_path: Path) -> None:
@@ -108,9 +107,11 @@ def test_a_training_step_on_a_gpu_is_that_of_the_plain_loop(tmp_path: Path) -> N
 @pytest.mark.timeout(300)
 def test_groups_on_fake_cuda_devices_pass_every_row(tmp_path: Path) -> None:
     rows = rows_of(start(tmp_path, *PARTS, "d", gpus="0,1"), 0)
-    assert rows["scores and updates of a group"]["result"] == "passed"
     skipped = {name for name, row in rows.items() if row["result"] == "skipped"}
     assert skipped <= {"vllm"}
+    for name in ("megatron", "megatron, experts replayed"):
+        assert rows[f"{name}: rows that differ after sleep"]["figures"]["rows"] == 0
+        assert rows[f"{name}: log-probabilities after an update"]["figures"]["difference"] < 1e-2
     for name in ("peer lost by cuda_ipc, SIGKILL", "peer lost by process_group, SIGSTOP"):
         assert "rollout rank 0" in rows[name]["figures"]["reported"]
 
@@ -120,4 +121,5 @@ def test_groups_on_fake_cuda_devices_pass_every_row(tmp_path: Path) -> None:
 def test_layouts_equal_one_process_in_processes_of_their_own(tmp_path: Path) -> None:
     rows = rows_of(start(tmp_path, *PARTS, "e", blocked=WITHOUT_RAY), 0)
     assert 0 < rows["TP2 float32"]["figures"]["gradient norm"] <= 1e-5
-    assert len(rows) == 4  # a layout in every dtype, and two checkpoints
+    assert rows["DP2, distributed optimizer bfloat16, read by DP2, distributed optimizer"]["figures"]["scores"] == 0
+    assert len(rows) == 5  # a layout in every dtype, and three checkpoints

@@ -16,6 +16,7 @@ from tests.workers.dry_runs import CASES, PROMPT, RESPONSE, TINY_MODEL, WIDE, co
 from workers import ActorRolloutRefWorker
 from workers.dry_run import RoleCall
 from workers.gpucheck.scale import FULL
+from workers.parity.cases import LARGE
 from workers.parity.roles import actor_config
 from workers.verify.roles import ModelRole, variant_of
 
@@ -47,11 +48,11 @@ def test_every_call_runs_with_multi_token_prediction() -> None:
 
 def test_an_update_of_a_large_model_has_the_peak_of_a_gpu() -> None:
     """53.0 GB (2**30 bytes) on one H100, with local layers; see docs/gpu.md."""
-    model = FULL.model | {"dtype": "bfloat16", "transformer_impl": "local"}
-    rollout = {"prompt_length": FULL.prompt, "response_length": FULL.response}
+    model = LARGE | {"dtype": "bfloat16", "transformer_impl": "local"}
+    rollout = {"prompt_length": 1024, "response_length": 7168}
     config = actor_config({"ppo_micro_batch_size": 1, "ppo_mini_batch_size": 2, "model": model, "rollout": rollout})
     role = ModelRole(ActorRolloutRefWorker, config, "actor", variant_of(config, config.parallel.layout(1)))
-    outcome = dry_run_of(RoleCall(role, "update_actor", FULL.prompt, FULL.response), role.variant)
+    outcome = dry_run_of(RoleCall(role, "update_actor", 1024, 7168), role.variant)
     assert outcome.peak / GIB == pytest.approx(53.0, rel=0.01)
     (use,) = outcome.uses.values()
     assert use.by_kind["optimizer"] == pytest.approx(12 * use.weights, rel=0.01)
@@ -60,9 +61,9 @@ def test_an_update_of_a_large_model_has_the_peak_of_a_gpu() -> None:
 
 def test_an_update_with_transformer_engine_has_the_peak_of_a_gpu() -> None:
     """65.094 GB (2**30 bytes) on one H100, eight rows, two packed in a micro-batch; see docs/results.md."""
-    config = FULL.config("transformer_engine")
+    config = replace(FULL, model=replace(FULL.model, transformer_impl="transformer_engine"))
     role = ModelRole(ActorRolloutRefWorker, config, "actor", variant_of(config, config.parallel.layout(1)))
-    outcome = dry_run_of(RoleCall(role, "update_actor", FULL.prompt, FULL.response), role.variant)
+    outcome = dry_run_of(RoleCall(role, "update_actor", 1024, 7168), role.variant)
     assert outcome.peak / GIB == pytest.approx(65.094, rel=0.01)
 
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 
@@ -64,8 +65,8 @@ def report(arguments: argparse.Namespace, config: RunConfig) -> int:
     if on_gpu and known:
         lines += ["", *shared_gpus_of_run(config, known).lines(gpu_memory)]
     if arguments.layouts:
-        ranks = len(nodes_of_ranks(config, "actor_rollout_ref"))
-        search = search_layouts(config.actor_rollout_ref, ranks, lengths, gpu_memory, layers=layers)
+        nodes = [*Counter(nodes_of_ranks(config, "actor_rollout_ref")).values()]
+        search = search_layouts(config.actor_rollout_ref, nodes, lengths, gpu_memory, layers=layers)
         lines += ["", *search.lines(gpu_memory)]
     sys.stdout.write("\n".join([*lines, ""]))
     return report_roles(config, gpu_memory) if arguments.dry_run else 0

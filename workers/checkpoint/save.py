@@ -26,8 +26,8 @@ import dataclasses
 import hashlib
 import io
 import json
+import logging
 import os
-import shutil
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -49,6 +49,7 @@ from torch.utils.serialization import config as serialization
 
 from mcontroller.errors import ConfigError, DataError, before_changes
 from mcontroller.files import (
+    delete_directory,
     delete_with_links,
     discard_directory,
     free_space,
@@ -73,6 +74,7 @@ from workers.checkpoint.optimizer_state import buckets_to_save
 from workers.checkpoint.state import layout_of, sharded_state, vocab_size_of
 from workers.train.state import TrainingState
 
+_logger = logging.getLogger(__name__)
 _CHUNK = 1 << 22
 _LOCK = ".save.lock"
 _LINK = "iter_{:07d}"
@@ -371,10 +373,10 @@ def _replace(target: Path, manifest: Manifest) -> None:
     sync_directory(partial)
     if target.exists():
         replaced = target.with_name(f".{target.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
+        delete_directory(replaced)
         target.rename(replaced)
         partial.rename(target)
-        shutil.rmtree(replaced)
+        _delete(replaced)
     else:
         partial.rename(target)
     replace_text(target.with_name(LATEST), target.name)
@@ -395,6 +397,14 @@ def _delete_old(target: Path, keep: int) -> None:
     saved = map(_step_of, target.parent.glob(STEP.format("[0-9]*")))
     steps = sorted(step for step in saved if checkpoint_path(target.parent, step) != target)
     for step in steps[: max(len(steps) + 1 - keep, 0)]:
-        delete_with_links(checkpoint_path(target.parent, step))
+        _delete(checkpoint_path(target.parent, step))
     for interrupted in target.parent.glob(f".{STEP.format('[0-9]*')}.*"):
-        shutil.rmtree(interrupted)
+        _delete(interrupted)
+
+
+def _delete(directory: Path) -> None:
+    """Delete what is not needed any more, or warn: the new checkpoint is complete without it."""
+    try:
+        delete_with_links(directory)
+    except OSError as error:
+        _logger.warning("the old checkpoint %s cannot be deleted: %s", directory, error)

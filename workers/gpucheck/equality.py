@@ -28,7 +28,7 @@ LIMITS: dict[str, dict[str, float]] = {
 
 def parity(session: Session) -> None:
     """Compare every case of one process with the CPU: both get the same weights, batch and random numbers."""
-    names = ["dense"] if session.scale is TINY else ONE_PROCESS
+    names = ["dense"] if session.actor is TINY else ONE_PROCESS
     runs = [(name, dtype) for name in names for dtype in TOLERANCES]
     on_cpu = without_gpus(in_one_process)(computed, [(ONE_PROCESS[name], dtype, SIZES, True) for name, dtype in runs])
     with Ranks() as ranks:
@@ -47,6 +47,12 @@ _WIDTH = math.sqrt(SIZES["hidden_size"] / SMALL["hidden_size"])
 root, and so do their rounding errors, from the sizes for which ``TOLERANCES`` are."""
 IN_BFLOAT16 = ("TP2 with SP, packed", _OVERLAP, "CP2", "EP2, decisive routers")
 """Layouts that are compared in bfloat16 too, with Transformer Engine if it is installed."""
+CHECKPOINTS = (
+    (_OVERLAP, _DISTRIBUTED, "float32"),
+    (_DISTRIBUTED, _OVERLAP, "float32"),
+    (_DISTRIBUTED, _DISTRIBUTED, "bfloat16"),
+)
+"""The layout that saves, the one that reads it and goes on, and the dtype."""
 
 
 def _sizes(dtype: str) -> dict[str, Any]:
@@ -62,17 +68,14 @@ def layouts(session: Session) -> None:
             return ranks.run(computed, Case(model=model), dtype, _sizes(dtype))
 
         for dtype, names in {"float32": LAYOUTS, "bfloat16": IN_BFLOAT16}.items():
-            for name in list(names)[: 1 if session.scale is TINY else None]:
+            for name in list(names)[: 1 if session.actor is TINY else None]:
                 limits = dict.fromkeys(QUANTITIES, TOLERANCES[dtype] * _WIDTH)
                 with session.report.row(f"{name} {dtype}", limits) as figures:
                     expected = one_process(LAYOUTS[name].model, dtype)
                     figures |= differences(expected, ranks.run(computed, LAYOUTS[name], dtype, _sizes(dtype)))
-        for saved, loaded in ((_OVERLAP, _DISTRIBUTED), (_DISTRIBUTED, _OVERLAP)):
-            limits = dict.fromkeys(("scores", "after"), TOLERANCES["float32"])
-            with session.report.row(f"{saved}, read by {loaded}", limits) as figures:
-                path = str(session.folder / saved)
-                expected, continued = (
-                    ranks.run(at_checkpoint, LAYOUTS[name], "float32", SIZES, path, name == loaded)
-                    for name in (saved, loaded)
-                )
-                figures |= differences(expected, continued, limits)
+        for saved, loaded, dtype in CHECKPOINTS:
+            limits = dict.fromkeys(("scores", "after"), TOLERANCES[dtype])
+            with session.report.row(f"{saved} {dtype}, read by {loaded}", limits) as figures:
+                arguments = dtype, _sizes(dtype), str(session.folder / f"{saved} {dtype}")
+                expected = ranks.run(at_checkpoint, LAYOUTS[saved], *arguments, False)
+                figures |= differences(expected, ranks.run(at_checkpoint, LAYOUTS[loaded], *arguments, True), limits)

@@ -7,12 +7,14 @@ speed and memory are not.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from typing import Any
@@ -25,6 +27,8 @@ from workers.parity.cases import LAYOUTS, Case
 
 _COLLECTIVE_S = 90.0
 """[s] Longest time of a collective."""
+_PR_SET_PDEATHSIG = 1
+"""The signal that a process gets when its parent ends."""
 
 
 def ranks_on_one_gpu(host: str) -> dict[str, str]:
@@ -33,7 +37,7 @@ def ranks_on_one_gpu(host: str) -> dict[str, str]:
     return {"NCCL_HOSTID": host, **sockets}
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """Processes that compute cases together, one for each rank; they start with the first case that needs them.
 
     Args:
@@ -44,9 +48,6 @@ class Ranks:
     def __init__(self, limit_s: float = 600.0) -> None:
         self._limit_s = limit_s
         self._ranks: list[ProcessPoolExecutor] = []
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -86,21 +87,13 @@ def in_one_process(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]
 
 
 def _be_rank(rank: int) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # or it would wait for the next case for ever
     if torch.cuda.device_count() < max(case.ranks for case in LAYOUTS.values()):
         os.environ |= ranks_on_one_gpu(f"rank{rank}")
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-
-
-def _end_with_parent() -> None:
-    """End this process, which would wait for the next case for ever, if its parent is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "started by a process pool"
-    parent.join()
-    os._exit(1)
 
 
 def _compute(

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 Figure = float | int | str
@@ -45,17 +45,15 @@ class Report:
             figures["error"] = f"{type(error).__name__}: {error}".partition("\n")[0][:400]
         is_within = all(float(figures.get(figure, "nan")) <= limit for figure, limit in limits.items())
         result = PASSED if is_within and "error" not in figures else FAILED
-        self._write(name, result, figures, limits, time.monotonic() - started)
+        self._write(result, name, figures=figures, limits=limits, seconds=round(time.monotonic() - started, 2))
 
     def skip(self, name: str, reason: str) -> None:
         """Write a row that is not checked."""
-        self._write(name, SKIPPED, {"reason": reason}, {}, 0.0)
+        self._write(SKIPPED, name, reason=reason)
 
-    def _write(
-        self, name: str, result: str, figures: Mapping[str, Figure], limits: Mapping[str, float], seconds: float
-    ) -> None:
-        values = {"result": result, "part": self.part, "name": name, "figures": figures, "limits": limits}
-        print(json.dumps(values | {"seconds": round(seconds, 2)}), file=self._output, flush=True)
+    def _write(self, result: str, name: str, **values: Any) -> None:
+        row = {"result": result, "part": self.part, "name": name, **values}
+        print(json.dumps(row), file=self._output, flush=True)
         self.names[result].append(name)
 
     @property

@@ -1,4 +1,4 @@
-"""The model of parts b to d, its batches, and the time of calls."""
+"""The actors of parts b to d, their batches, and the time of calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from mcontroller import DataProto
 from workers.config import ActorConfig
 from workers.gpucheck.report import Report
-from workers.parity.cases import SMALL, prompt_columns
+from workers.parity.cases import LARGE, MODELS, SMALL, prompt_columns
 from workers.parity.roles import TOKENS, actor_config
 from workers.verify.roles import rows_of_role
 
@@ -23,97 +23,29 @@ LAYERS = ["local", "transformer_engine"] if HAVE_TE else ["local"]
 """The implementations of layers that this machine can use; a run uses the last."""
 SIZES = SMALL | {"hidden_size": 128, "ffn_hidden_size": 256, "transformer_impl": "local"}
 """Fields of ModelConfig of parts a and e: widths that kernels of a GPU accept, a vocabulary that tp does not divide."""
+_PROMPTS = 32
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Sizes of the model of parts b to d, of its rows, and of the rows that are generated at once.
-
-    Attributes:
-        model: fields of ModelConfig.
-        prompt: tokens of the longest prompt.
-        response: tokens of the longest response.
-        updated: rows of an update.
-        packed: rows of a micro-batch: with few tokens, launching kernels takes longer than running them.
-        rows: rows that generate at once.
-        decoded: tokens that each of them generates.
-    """
-
-    model: dict[str, Any]
-    prompt: int
-    response: int
-    updated: int
-    packed: int
-    rows: int
-    decoded: int
-
-    def config(
-        self, layers: str = LAYERS[-1], seed: int = 1, transformer: Mapping[str, Any] | None = None, **rollout: Any
-    ) -> ActorConfig:
-        """Return an actor in bfloat16 with packed micro-batches.
-
-        Args:
-            layers: their implementation.
-            seed: of the weights.
-            transformer: fields of Megatron's TransformerConfig.
-            **rollout: fields of RolloutConfig.
-        """
-        model = self.model | {"dtype": "bfloat16", "transformer_impl": layers, "seed": seed}
-        settings = {
-            "model": model | {"transformer": transformer or {}},
-            "rollout": {"prompt_length": self.prompt, "response_length": self.response, **rollout},
+def _actor(model: Mapping[str, Any], prompt: int, response: int) -> ActorConfig:
+    """Return an actor in bfloat16 with packed micro-batches of two rows of ``prompt + response`` tokens."""
+    return actor_config(
+        {
+            "model": {**model, "dtype": "bfloat16", "transformer_impl": LAYERS[-1]},
+            "rollout": {"prompt_length": prompt, "response_length": response},
             "optim": {"lr": 1e-5},
-            "ppo_micro_batch_size": self.packed,
-            "ppo_mini_batch_size": self.updated,
-            "ppo_epochs": 1,
+            "ppo_micro_batch_size": 2,  # with fewer tokens, launching kernels takes longer than running them
+            "ppo_mini_batch_size": 8,
             "packed": True,
-            "log_prob_chunk_tokens": self.prompt + self.response,
+            "log_prob_chunk_tokens": prompt + response,
         }
-        return actor_config(settings)
-
-    def batch(self) -> DataProto:
-        """Return a batch for an update of rows of full length."""
-        return rows_of_role(0, self.config(), self.updated, self.prompt, self.response)
-
-    def prompts(self, **settings: Any) -> DataProto:
-        """Return prompts of different lengths; ``settings`` are those of the generation."""
-        columns = prompt_columns(self.rows, self.prompt, self.model["vocab_size"])
-        return DataProto.from_dict(columns, meta_info=TOKENS | settings)
+    )
 
 
-FULL = Scale(
-    model={
-        "vocab_size": 151_936,
-        "max_sequence_length": 8192,
-        "num_layers": 28,
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "num_query_groups": 8,
-        "kv_channels": 128,
-        "ffn_hidden_size": 6144,
-        "qk_layernorm": True,
-        "tie_embeddings": True,
-        "rotary_base": 1_000_000,
-        "layernorm_epsilon": 1e-6,
-    },
-    prompt=1024,
-    response=7168,
-    updated=8,
-    packed=2,
-    rows=32,
-    decoded=128,
-)
-"""A model of the shape of Qwen3-1.7B."""
-TINY = Scale(
-    model=SIZES | {"max_sequence_length": 64, "qk_layernorm": True, "tie_embeddings": True},
-    prompt=24,
-    response=40,
-    updated=2,
-    packed=1,
-    rows=4,
-    decoded=8,
-)
+FULL = _actor(LARGE, 1024, 7168)
+TINY = _actor(SIZES | {"max_sequence_length": 64, "qk_layernorm": True, "tie_embeddings": True}, 24, 40)
 """The smallest sizes with which every check runs."""
+EXPERTS = _actor(SIZES | MODELS["experts"] | {"max_sequence_length": 64, "qk_layernorm": True}, 24, 40)
+"""An actor for engines that record the experts of tokens."""
 
 
 @dataclass(frozen=True)
@@ -122,15 +54,27 @@ class Session:
 
     Attributes:
         report: gets the rows.
-        scale: of the model of parts b to d.
+        actor: of parts b to d.
         folder: for checkpoints.
         vllm_python: the interpreter of engines.
     """
 
     report: Report
-    scale: Scale
+    actor: ActorConfig
     folder: Path
     vllm_python: str
+
+
+def batch_of(actor: ActorConfig) -> DataProto:
+    """Return a batch for an update of rows of full length."""
+    rollout = actor.rollout
+    return rows_of_role(0, actor, actor.ppo_mini_batch_size, rollout.prompt_length, rollout.response_length)
+
+
+def prompts_of(actor: ActorConfig, **settings: Any) -> DataProto:
+    """Return prompts of different lengths; ``settings`` are those of the generation."""
+    columns = prompt_columns(_PROMPTS, actor.rollout.prompt_length, actor.model.vocab_size)
+    return DataProto.from_dict(columns, meta_info=TOKENS | settings)
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:

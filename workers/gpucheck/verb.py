@@ -1,29 +1,31 @@
-"""Check GPUs, first of all on a new machine: equality with the CPU, memory, saves, groups on Ray, NCCL.
+"""Check GPUs, first of all on a new machine: equality with the CPU, memory, FP8, groups on Ray, NCCL.
 
 Prints a line of JSON for each row as soon as it is known, and at the end, on standard error, which rows failed. The
 status is 0 if no row failed, 1 if one did or nothing was checked, and 2 if there is no GPU that torch can use.
 
 part a: versions, and scores, tokens and updates of the parity cases against the CPU
-part b: peak memory and speed of an update of a model of 1.7B parameters
-part c: FP8, offload and reload, save and load, with the same model
-part d: groups on Ray: worker processes, two groups on one GPU, engines, NCCL; the other parts do without Ray
+part b: peak memory of an update of a model of 1.7B parameters
+part c: FP8, offload and reload, with the same model
+part d: groups on Ray: two groups on one GPU, engines; the other parts do without Ray
 part e: layouts over NCCL against one process, also with several ranks on one GPU; checkpoints between layouts
 
 examples: python -m mcontroller gpucheck > rows.jsonl
           python -m mcontroller gpucheck --part a --part b      (needs no Ray)
-          python -m mcontroller gpucheck --part c --folder /scratch
+          python -m mcontroller gpucheck --part d --vllm-python /opt/vllm/bin/python
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,8 +37,6 @@ from workers.gpucheck.scale import FULL, GB, TINY, Session
 
 UNUSABLE = 2
 """Exit status if there is no GPU, or an argument is wrong."""
-Check = Callable[[Session], None]
-"""Writes rows to the report of a session."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", action="append", choices="abcde", help="run only this part; may be repeated")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="tiny: the smallest sizes")
     parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter of vLLM; default: this one")
-    parser.add_argument(
-        "--folder", type=Path, help="where part c saves about 30 GB; default: the directory of temporary files"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,55 +58,56 @@ def run(arguments: argparse.Namespace) -> int:
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what workers, their processes and NCCL print is not among the rows
     report = Report(output)
-    with output, tempfile.TemporaryDirectory(prefix="gpucheck", dir=arguments.folder) as folder:
-        scale = FULL if arguments.scale == "full" else TINY
-        session = Session(report, scale, Path(folder), arguments.vllm_python)
-        for part in sorted(set(arguments.part or "abcde")):
-            report.part = part
-            _run(_PARTS[part], session)
+    with output, tempfile.TemporaryDirectory(prefix="gpucheck") as folder:
+        actor = FULL if arguments.scale == "full" else TINY
+        session = Session(report, actor, Path(folder), arguments.vllm_python)
+        for report.part in sorted(set(arguments.part or _PARTS)):
+            for check in _PARTS[report.part]:
+                _run(check, session)
     sys.stderr.write(report.summary() + "\n")
     return report.status
 
 
-def _run(checks: Iterable[Check], session: Session) -> None:
-    """Run checks one after another; the others still run after one that raises outside of its rows."""
-    for check in checks:
-        try:
-            check(session)
-        except Exception as error:
-            with session.report.row(check.__name__):
-                raise error
-        gc.collect()  # modules refer to each other in circles
-        torch.cuda.empty_cache()
+def _run(check: Callable[[Session], None], session: Session) -> None:
+    """Run a check; those after one that raises outside of its rows run too."""
+    try:
+        check(session)
+    except Exception as error:
+        with session.report.row(check.__name__):
+            raise error
+    gc.collect()  # modules refer to each other in circles
+    torch.cuda.empty_cache()
 
 
 def _machine(session: Session) -> None:
-    """Look at the packages and the GPUs."""
+    """Write the versions of the packages, and the GPUs with their memory."""
     with session.report.row("versions") as figures:
         figures |= versions()
-    for index in range(torch.cuda.device_count()):
-        with session.report.row(f"cuda:{index}", {"used": 0.1}) as figures:
-            major, minor = torch.cuda.get_device_capability(index)
-            free, total = torch.cuda.mem_get_info(index)
-            figures |= {"gpu": torch.cuda.get_device_name(index), "capability": f"{major}.{minor}"}
-            figures |= {"free_gb": free / GB, "used": 1 - free / total}
+        for index in range(torch.cuda.device_count()):
+            free, total = (memory / GB for memory in torch.cuda.mem_get_info(index))
+            figures[f"cuda:{index}"] = f"{torch.cuda.get_device_name(index)}, {free:.1f} of {total:.1f} GB free"
 
 
 def _groups(session: Session) -> None:
-    """Run the checks of groups on a Ray cluster of this machine."""
+    """Run the checks of groups on a Ray cluster of this machine, with slots for two groups on each GPU."""
     if find_spec("ray") is None:
         session.report.skip("groups", "ray cannot be imported")
         return
+    import ray
+
     from workers.gpucheck import groups
 
-    with groups.local_ray():
-        _run(groups.CHECKS, session)
+    count = torch.cuda.device_count()
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    with ray.init("local", num_cpus=2 * count + 1, num_gpus=count, **quiet):
+        _run(groups.transfers, session)
+        _run(groups.engines, session)
 
 
-_PARTS: dict[str, tuple[Check, ...]] = {
+_PARTS = {
     "a": (_machine, equality.parity),
     "b": (size.memory,),
-    "c": (size.precisions, size.saves),
+    "c": (size.precisions,),
     "d": (_groups,),
     "e": (equality.layouts,),
 }

@@ -179,10 +179,12 @@ def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None
             raise ConfigError(text, key="model.lora")
         raise_on_every_rank(lambda: start_export(target) if dist.get_rank() == 0 else None)
     tensors, config = adapter_tensors(chunks), peft_config(chunks, model)
-    if dist.get_rank() == 0:
+
+    def write() -> None:
         write_adapter(partial_path(target), tensors, config, base_sha256=base_hash(model))
         publish_export(target)
-    dist.barrier()
+
+    raise_on_every_rank(lambda: write() if dist.get_rank() == 0 else None)
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], **metadata: str) -> None:

@@ -27,6 +27,20 @@ SMALL: dict[str, Any] = {
     "init_method_std": 0.05,
 }
 """Sizes of the parity tests, as fields of ModelConfig."""
+LARGE: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "max_sequence_length": 8192,
+    "num_layers": 28,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_query_groups": 8,
+    "ffn_hidden_size": 6144,
+    "qk_layernorm": True,
+    "tie_embeddings": True,
+    "rotary_base": 1_000_000,
+    "layernorm_epsilon": 1e-6,
+}
+"""A model of the shape of Qwen3-1.7B, whose memory and speed are measured, as fields of ModelConfig."""
 
 DECISIVE = "decisive routers"
 """The experts' model, for callers that give it weights with which no choice of an expert is close."""

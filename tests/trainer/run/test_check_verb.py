@@ -75,10 +75,14 @@ def test_layouts_that_fit_come_first_that_divide_the_model_least() -> None:
     sizes = {"vocab_size": 152_064, "num_layers": 28, "hidden_size": 3584, "ffn_hidden_size": 18_944}
     model = ModelConfig(**sizes, max_sequence_length=4096, num_attention_heads=28, num_query_groups=4, dtype="bfloat16")
     actor, lengths = ActorConfig(model=model, rollout=RolloutConfig(engine="vllm")), Lengths(2048, 2048, 8)
-    one = search_layouts(actor, 1, lengths, 80 * 2**30, layers="local")
+    one = search_layouts(actor, [1], lengths, 80 * 2**30, layers="local")
     assert (one.fitting, len(one.too_large), one.rejected) == ([], 1, [])
-    eight = search_layouts(actor, 8, lengths, 80 * 2**30, layers="local")
+    eight = search_layouts(actor, [8], lengths, 80 * 2**30, layers="local")
     ranks = [layout.parallel.tp * layout.parallel.pp for layout in eight.fitting]
     assert ranks == sorted(ranks) and max(layout.memory for layout in eight.fitting) <= 0.9 * 80 * 2**30
     assert {(8, 1), (4, 2)} - {(layout.parallel.tp, layout.parallel.pp) for layout in eight.fitting} == {(8, 1)}
     assert eight.rejected  # 4 query groups on 8 ranks
+    nodes_of_six = search_layouts(actor, [6, 6], lengths, 80 * 2**30, layers="local")
+    tried = [*nodes_of_six.fitting, *nodes_of_six.too_large]
+    assert {layout.parallel.tp for layout in tried} == {1, 2}  # 4 would cross nodes, 3 and 6 do not divide 28 heads
+    assert {layout.parallel.pp for layout in tried} == {1, 2, 4}

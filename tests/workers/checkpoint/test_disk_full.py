@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mcontroller.errors import DataError
+from mcontroller.errors import DataError, is_before_changes
 from tests.forking import run_ranks
-from tests.workers.roles import critic
+from tests.workers.roles import actor, critic
 
 pytestmark = pytest.mark.processes
 
@@ -58,3 +58,29 @@ def test_full_disk(tmp_path: Path, where: str, asynchronous: bool) -> None:
         assert error.errno == errno.EFBIG and error.nbytes > limit
         assert left == ["global_step_1"]
         assert after == ["global_step_3"]
+
+
+def export_fails_then_works(path: str, rank: int) -> tuple[str, bool, list[str], list[str]]:
+    worker = actor({"pp": RANKS}, "actor")
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if worker.rank == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, unlimited[1]))
+    with pytest.raises(DataError) as caught:
+        worker.export_hf(path)
+    dist.barrier()
+    left = names(str(Path(path).parent))
+    dist.barrier()
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    worker.export_hf(path)
+    return caught.value.path, is_before_changes(caught.value), left, names(path)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_an_export_that_one_rank_cannot_write_leaves_nothing_and_the_group_goes_on(tmp_path: Path, rank: int) -> None:
+    target = tmp_path / "model"
+    results = run_ranks(export_fails_then_works, RANKS, str(target), rank, timeout_s=60)
+    for path, is_rejected, left, after in results:
+        assert path.startswith(str(tmp_path / f".model.partial/rank-0000{rank}")) and is_rejected
+        assert left == []
+        assert "model-00001-of-00002.safetensors" in after and "config.json" in after

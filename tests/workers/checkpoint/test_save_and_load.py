@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +204,37 @@ def test_interrupted_save_of_the_same_step_leaves_a_complete_checkpoint(
     monkeypatch.undo()
     save(3)
     assert read_manifest(find_checkpoint(tmp_path))["step"] == 3
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_checkpoint_that_was_moved_away_and_linked_is_replaced_or_forgotten(tmp_path: Path, step: int) -> None:
+    """The link goes; what it leads to stays where it was moved to."""
+    saved, moved = tmp_path / "saved", tmp_path / "moved"
+    for number in (1, step):
+        create_partial(checkpoint_path(saved, number))
+        commit(checkpoint_path(saved, number), EMPTY | {"step": number}, keep=1)
+        if not moved.exists():
+            checkpoint_path(saved, 1).rename(moved)
+            checkpoint_path(saved, 1).symlink_to(moved)
+    assert read_manifest(find_checkpoint(saved))["step"] == step
+    assert sorted(path.name for path in saved.glob("*_step_*")) == [f"global_step_{step}"]
+    assert not checkpoint_path(saved, step).is_symlink() and (moved / "manifest.json").is_file()
+    assert not list(saved.glob(".*"))
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(path: Path, *args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EBUSY, "in use", str(path))
+
+    for step in (1, 2):
+        create_partial(checkpoint_path(tmp_path, step))
+        monkeypatch.setattr(shutil, "rmtree", busy)
+        commit(checkpoint_path(tmp_path, step), EMPTY | {"step": step}, keep=1)
+        monkeypatch.undo()
+    assert read_manifest(find_checkpoint(tmp_path))["step"] == 2 and "global_step_1" in caplog.text
+    assert not (tmp_path / ".save.lock").exists()
 
 
 def run_again(path: str) -> int:

@@ -83,7 +83,7 @@ def test_an_error_or_a_missing_figure_fails_its_row_and_others_follow() -> None:
         ("b", "packed", SKIPPED),
     ]
     assert lines[1]["figures"] == {"error": "RuntimeError: CUDA error: out of memory"}
-    assert lines[2]["limits"] == {"ratio": 1.2} and all(line["seconds"] >= 0 for line in lines)
+    assert lines[2]["limits"] == {"ratio": 1.2} and all(line["seconds"] >= 0 for line in lines[:3])
     assert report.names == {PASSED: ["first"], FAILED: ["memory", "padded"], SKIPPED: ["packed"]}
 
 

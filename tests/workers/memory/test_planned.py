@@ -109,7 +109,7 @@ def test_an_optimizer_in_host_memory_is_counted_there() -> None:
 @simulated
 def test_a_layout_of_the_search_has_the_memory_of_its_own_dry_run() -> None:
     config = actor(experts(), {})
-    search = search_layouts(config, 16, Lengths(24, 40, 8), 80 * 2**30, layers="local", gpus_per_node=1)
+    search = search_layouts(config, [1] * 16, Lengths(24, 40, 8), 80 * 2**30, layers="local")
     layouts = {(one.parallel.pp, one.parallel.ep): one for one in search.fitting}
     for axes in ((4, 4), (1, 8)):
         found = layouts[axes]

@@ -25,6 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def write_index(directory: Path, content: object) -> None:
+    (directory / "model.safetensors").rename(directory / "part.safetensors")
     (directory / INDEX).write_text(json.dumps(content))
 
 
@@ -47,7 +48,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
         {"missing": ["other.safetensors"]},
     ),
     "missing tensor": (
-        lambda path: write_index(path, {"weight_map": {"v": "model.safetensors"}}),
+        lambda path: write_index(path, {"weight_map": {"v": "part.safetensors"}}),
         {"tensor": "v"},
     ),
     "file outside": (lambda path: write_index(path, {"weight_map": {"w": "../w"}}), {}),
@@ -73,6 +74,13 @@ def test_broken_directory_is_rejected(tmp_path: Path, how: str) -> None:
         for name in files.names:
             files.shape(name)
     assert {name: caught.value.fields[name] for name in named} == named
+
+
+def test_a_single_file_is_read_before_an_old_index_as_transformers_does(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(16)}, tmp_path / "model.safetensors")
+    write_index(tmp_path, {"weight_map": {"w": "part.safetensors"}})
+    save_file({"w": torch.ones(16)}, tmp_path / "model.safetensors")
+    assert WeightFiles(tmp_path).read("w").equal(torch.ones(16))
 
 
 @pytest.mark.processes

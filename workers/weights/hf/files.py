@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from mcontroller.errors import DataError
-from mcontroller.files import check_new_directory, partial_path, release_lock, start_directory
+from mcontroller.files import (
+    check_new_directory,
+    discard_directory,
+    free_space,
+    partial_path,
+    release_lock,
+    start_directory,
+)
 
 if TYPE_CHECKING:
     import safetensors  # imported on use: a model without a Hugging Face checkpoint needs none
@@ -57,10 +64,10 @@ class WeightFiles:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._open: dict[str, safetensors.safe_open] = {}
-        if (directory / _INDEX).is_file():
-            self._file_of = _read_index(directory)
-        elif (directory / _SINGLE).is_file():
+        if (directory / _SINGLE).is_file():  # transformers, which may leave an old index there, reads it first too
             self._file_of = dict.fromkeys(self._opened(_SINGLE).keys(), _SINGLE)
+        elif (directory / _INDEX).is_file():
+            self._file_of = _read_index(directory)
         else:
             raise DataError(
                 f"there are no weights at {str(directory)!r}: expected {_SINGLE} or {_INDEX}; convert other "
@@ -213,22 +220,34 @@ class WeightWriter:
         self._directory, self._rank, self._max_bytes = partial_path(target), rank, max_bytes
         self._pending: dict[str, torch.Tensor] = {}
         self._written: dict[str, dict[str, int]] = {}
+        self._failure: DataError | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a copy of a tensor; it may stay in host memory until ``close``."""
+        """Add a copy of a tensor; it may stay in host memory until ``close``, which raises if it cannot be written."""
+        if self._failure is not None:
+            return
         if self._pending and sum(held.nbytes for held in self._pending.values()) + tensor.nbytes > self._max_bytes:
             self._flush()
         self._pending[name] = tensor.detach().cpu().contiguous().clone()
 
     def close(self) -> dict[str, dict[str, int]]:
-        """Write the remaining tensors, and return the bytes of each tensor of this rank, by file and name."""
+        """Write the remaining tensors, and return the bytes of each tensor of this rank, by file and name.
+
+        Raises:
+            DataError: a file could not be written.
+        """
         if self._pending:
             self._flush()
+        if self._failure is not None:
+            raise self._failure
         return self._written
 
     def _flush(self) -> None:
         name = f"rank-{self._rank:05}-{len(self._written):05}.safetensors"
-        save_tensors(self._pending, self._directory / name)
+        try:
+            save_tensors(self._pending, self._directory / name)
+        except DataError as error:  # later: tensors are put together by all ranks, which go on
+            self._failure = error
         self._written[name] = {tensor: values.nbytes for tensor, values in self._pending.items()}
         self._pending = {}
 
@@ -240,14 +259,25 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: st
         tensors: by name.
         path: the file.
         metadata: texts for the header of the file.
+
+    Raises:
+        DataError: the file cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    path.touch()
-    mode = path.stat().st_mode
     dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(dense, path, metadata={"format": "pt", **metadata})  # replaces it with a file of its owner alone
-    path.chmod(mode)
+    try:
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(dense, path, metadata={"format": "pt", **metadata})  # replaces it with a file of its owner alone
+        path.chmod(mode)
+    except (OSError, SafetensorError) as error:
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: Path, error: Exception) -> DataError:
+    return DataError(f"cannot write {str(path)!r}: {error}; {free_space(path)}", path=str(path))
 
 
 def start_export(target: Path) -> None:
@@ -279,8 +309,24 @@ def finish_export(
         companions: a directory whose files are copied, such as its tokenizer, code and generation configuration, except
             its weights and what describes them; or None.
         tokenizer: a directory with the files of another tokenizer, which are copied instead; None for that one.
+
+    Raises:
+        DataError: a file cannot be read or written.
     """
-    partial = partial_path(target)
+    try:
+        _describe_weights(partial_path(target), config, files)
+        copied = [] if companions is None else [entry for entry in companions.iterdir() if _is_companion(entry)]
+        if tokenizer is not None:
+            copied = [*(entry for entry in copied if not _matches(entry, _TOKENIZER)), *tokenizer.iterdir()]
+        for entry in copied:
+            copy = shutil.copytree if entry.is_dir() else shutil.copy
+            copy(entry, partial_path(target) / entry.name)
+        publish_export(target)
+    except OSError as error:
+        raise _not_written(target, error) from error
+
+
+def _describe_weights(partial: Path, config: Mapping[str, object], files: Mapping[str, Mapping[str, int]]) -> None:
     weight_map: dict[str, str] = {}
     for (file, tensors), name in zip(files.items(), _names(len(files)), strict=True):
         (partial / file).rename(partial / name)
@@ -290,13 +336,11 @@ def finish_export(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (partial / _INDEX).write_text(json.dumps(index, indent=2))
     (partial / "config.json").write_text(json.dumps(config, indent=2))
-    copied = [] if companions is None else [entry for entry in companions.iterdir() if _is_companion(entry)]
-    if tokenizer is not None:
-        copied = [*(entry for entry in copied if not _matches(entry, _TOKENIZER)), *tokenizer.iterdir()]
-    for entry in copied:
-        copy = shutil.copytree if entry.is_dir() else shutil.copy
-        copy(entry, partial / entry.name)
-    publish_export(target)
+
+
+def discard_export(target: Path) -> None:
+    """Delete what was written since ``start_export``, and release the lock."""
+    discard_directory(target, _lock(target))
 
 
 def publish_export(target: Path) -> None:

@@ -5,6 +5,7 @@ A rank reads its own slices of the files. On the way out it has at most one buck
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -18,12 +19,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from mcontroller.errors import DataError, before_changes
+from mcontroller.errors import DataError, MControllerError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.weights.hf.config import family_at, family_of, hf_config_of
 from workers.weights.hf.family import ModelFamily
-from workers.weights.hf.files import WeightFiles, WeightWriter, finish_export, start_export
+from workers.weights.hf.files import WeightFiles, WeightWriter, discard_export, finish_export, start_export
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import (
     OUTPUT_LAYER,
@@ -161,8 +162,9 @@ def export_hf(
         max_file_bytes: the size at which a rank starts another file.
 
     Raises:
-        DataError: ``path`` exists and is not empty, or the family has no counterpart of a tensor; or transformers
-            computes something else from the files (``model.verify_load``), with the name of the layer.
+        DataError: ``path`` exists and is not empty, or cannot be written, or the family has no counterpart of a tensor;
+            the group goes on, and nothing is left at ``path``. Or transformers computes something else from the files
+            (``model.verify_load``), with the name of the layer.
         ConfigError: no family is built like ``model``.
     """
     target, rank = Path(path), dist.get_rank()
@@ -179,18 +181,33 @@ def export_hf(
     writer = WeightWriter(target, rank, max_file_bytes)
     for name, tensor in tensors_in(partial(whole.buckets, receivers="first"), torch.device("cpu")):
         writer.add(name, tensor)
-    written = {file: tensors for files in all_gather_values(writer.close()) for file, tensors in files.items()}
-    if rank == 0:
+
+    def finish(written: Mapping[str, Mapping[str, int]]) -> None:
         companions = None if companions_from is None else Path(companions_from)
         finish_export(target, config, written, companions, None if tokenizer is None else Path(tokenizer))
         logger.info("%d tensors in %d files at %s", sum(map(len, written.values())), len(written), target)
-    dist.barrier()
+
+    with before_changes(), _discarded_if_it_fails(target):
+        of_ranks = all_gather_values(raise_on_every_rank(writer.close))
+        written = {file: tensors for files in of_ranks for file, tensors in files.items()}
+        raise_on_every_rank(lambda: finish(written) if rank == 0 else None)
     if model.verify_load != "off":
         with context.activate():
             verified = verify_load(unwrap_model(list(chunks)), dataclasses.replace(model, hf_path=str(target)), context)
         if rank == 0:
             logger.info("%s", verified)
         dist.barrier()  # the caller may move or remove the files
+
+
+@contextlib.contextmanager
+def _discarded_if_it_fails(target: Path) -> Iterator[None]:
+    """Delete what was written if the block raises an error of this project, which it does on every rank."""
+    try:
+        yield
+    except MControllerError:
+        if dist.get_rank() == 0:
+            discard_export(target)
+        raise
 
 
 def _shapes(shards: Sequence[WeightShard]) -> dict[str, tuple[int, ...]]:
