@@ -24,6 +24,9 @@ from workers.columns import MINI_BATCHES
 from workers.config import ActorConfig, RoleConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 
+TRAINED = ("actor", "critic")
+"""The names of the groups that have weights to save."""
+
 NOTICE_SECONDS = 30.0
 """Time in which Ray notices that a node is gone; by default about 14 s."""
 
@@ -191,7 +194,7 @@ class RunGroups:
 
     def trained(self) -> dict[str, WorkerGroup]:
         """Return the groups that have weights to save, by name."""
-        return {name: group for name, group in self.by_name.items() if name in ("actor", "critic")}
+        return {name: group for name, group in self.by_name.items() if name in TRAINED}
 
 
 def check_engines_fit(workers: Sequence[GroupSpec], pools: ResourcePoolManager) -> None:

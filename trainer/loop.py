@@ -95,9 +95,9 @@ class RayPPOTrainer(RunLifecycle):
                             self.show(self.display.step, metrics)
                             if self.is_due(options.test_freq):
                                 metrics = united(metrics, self.validate())
+                            self.log(metrics)  # before the save: a run that resumes removes lines, and adds none
                             self.step.synchronize_reference(number)
                             self.save_if_due()
-                            self.log(metrics)
                             self.save_to_memory_if_due()
                     self.checkpoints.finish()
                     self._export()

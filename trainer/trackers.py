@@ -173,35 +173,44 @@ class JsonlTracker:
 
 @TRACKERS.register("tensorboard")
 class TensorBoardTracker:
-    """Tracker that writes TensorBoard events under ``tensorboard/``. Needs the extra ``tensorboard``."""
+    """Tracker that writes TensorBoard events under ``tensorboard/``. Needs the extra ``tensorboard``.
+
+    A warm-up has a directory of its own, since its steps are counted apart and are not hidden with later ones.
+    """
 
     def __init__(self, run: Run) -> None:
         import_extra("tensorboard", "tensorboard", "trackers")
         self._module = import_extra("torch.utils.tensorboard", "tensorboard", "trackers")
-        self._directory = str(run.directory / "tensorboard")
-        after = None if run.resumed_at is None else run.resumed_at + 1
-        self._writer = self._module.SummaryWriter(self._directory, purge_step=after)
+        self._directory, self._writers = run.directory / "tensorboard", dict[str, Any]()
+        self._first = 0 if run.resumed_at is None else run.resumed_at + 1
+
+    def _writer(self, phase: str) -> Any:
+        if phase not in self._writers:
+            directory = self._directory if phase == TRAIN else self._directory / phase
+            self._writers[phase] = self._module.SummaryWriter(str(directory), purge_step=self._first)
+        return self._writers[phase]
 
     def rewind(self, step: int) -> None:
         """Hide the steps after this one."""
-        self._writer.close()
-        self._writer = self._module.SummaryWriter(self._directory, purge_step=step + 1)
+        self.close()
+        self._writers, self._first = {}, step + 1
 
     def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer(phase).add_scalar(name, value, step)
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Record a table as text."""
         columns, rows = _table(samples)
         lines = [columns, ["---"] * len(columns), *([str(cell) for cell in row] for row in rows)]
         cells = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
-        self._writer.add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+        self._writer(TRAIN).add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
 
     def close(self) -> None:
         """Flush and release resources."""
-        self._writer.close()
+        for writer in self._writers.values():
+            writer.close()
 
 
 @TRACKERS.register("wandb")

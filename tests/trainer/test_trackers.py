@@ -37,6 +37,17 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/score")] == [(1, 0.25), (2, 0.5)]
 
 
+def test_a_resumed_run_keeps_its_warm_up(tmp_path):
+    for resumed_at, phase, steps in ((None, "warm_up", (1, 2, 3)), (None, "train", (1, 2)), (1, "train", (2, 3))):
+        (tracker,) = make_trackers(["tensorboard"], Run(tmp_path, resumed_at=resumed_at))
+        for step in steps:
+            tracker.log({"loss": float(step)}, step, phase)
+        tracker.close()
+    for directory in ("tensorboard/warm_up", "tensorboard"):
+        events = EventAccumulator(str(tmp_path / directory)).Reload()
+        assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
+
+
 SAMPLES = [{"prompt": "1 | 1\n=", "response": "2", "score": 1.0}, {"prompt": "2", "response": "?", "score": None}]
 
 

@@ -225,8 +225,9 @@ def test_resuming_without_a_checkpoint_or_with_one_of_other_roles_is_rejected(tm
     assert caught.value.path == str(tmp_path / "trainer.json")
     started(toy_trainer(config)).fit()
     without_critic = dataclasses.replace(config, algorithm=AlgorithmConfig(adv_estimator="grpo"))
-    with pytest.raises(DataError) as caught:
-        started(toy_trainer(without_critic)).load_checkpoint()
+    resumed = dataclasses.replace(without_critic, trainer=dataclasses.replace(config.trainer, resume=True))
+    with pytest.raises(DataError) as caught:  # before any process starts
+        toy_trainer(resumed)
     assert (caught.value.saved, caught.value.groups) == (["actor", "critic"], ["actor"])
 
 
@@ -277,6 +278,9 @@ def test_a_configuration_that_a_class_rejects_is_rejected_at_the_start():
 
 
 def test_a_warm_up_without_demonstrations_or_data_is_rejected():
+    with pytest.raises(DataError) as caught:
+        toy_trainer(toy_config(1), val_dataset=[])
+    assert caught.value.rows == 0
     with pytest.raises(ConfigError) as caught:
         toy_trainer(dataclasses.replace(toy_config(), warm_up=WarmUpConfig(steps=1)))
     assert caught.value.key == "warm_up"

@@ -34,9 +34,14 @@ EPSILON = 1e-6
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Return values scaled to mean 0 and variance 1 over the entries with a mask of 1, and 0 for the others."""
+    """Return values scaled to mean 0 and variance 1 over the entries with a mask of 1, and 0 for the others.
+
+    Equal values are 0: the rounding of their mean is not scaled up.
+    """
     kept = mask.bool()
     result, count = torch.where(kept, values, 0.0), max(1, int(kept.sum()))
+    if bool((values == values[kept][:1])[kept].all()):
+        return result.zero_()
     result.sub_(float(result.sum()) / count).mul_(kept)
     parts = torch.split(result, max(1, EXACT // max(1, values.size(1))))
     squares = sum(float(torch.linalg.vector_norm(part)) ** 2 for part in parts)

@@ -25,10 +25,9 @@ from mcontroller.trace.recorder import FOLDER
 from mcontroller.trace.summary import summary_lines
 from trainer.curves import draw_curves
 from trainer.loop import RayPPOTrainer
-from trainer.report.reading import last_records, read_summary
+from trainer.report.reading import last_step, read_summary
 from trainer.run.config import RunConfig
 from trainer.saving.run_record import RECORD, read_record
-from trainer.trackers import TRAIN
 
 _logger = logging.getLogger(__name__)
 SUMMARY = "summary.json"
@@ -52,7 +51,7 @@ class RunReport:
 
     def __init__(self, directory: Path, config: RunConfig, console: Console) -> None:
         self._directory, self._trainer, self._console = directory, config.trainer, console
-        self._began, self._done = time.perf_counter(), _last_step(directory / "metrics.jsonl")
+        self._began, self._done = time.perf_counter(), last_step(directory / "metrics.jsonl")
         self._process: dict[str, Any] = {
             "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "mcontroller"), *sys.argv[1:]]),
             "commit": _commit(),
@@ -158,12 +157,6 @@ def rows_of(stages: Mapping[str, float], wall: float) -> list[tuple[str, float]]
     """Return the rows of the table of stages, the longest first; a negative one that would be shown as 0% is none."""
     shown = {name: seconds for name, seconds in stages.items() if seconds >= 0 or seconds < -LEAST_SHARE * wall}
     return [*sorted(shown.items(), key=lambda row: -row[1]), ("other", max(wall - sum(shown.values()), 0.0))]
-
-
-def _last_step(metrics: Path) -> int:
-    """Return the last step in ``metrics.jsonl``; 0 if there is none."""
-    record = next((last for last in reversed(last_records(metrics))), {})
-    return int(record["global_step"]) if record.get("phase") == TRAIN else 0
 
 
 def _commit() -> str | None:

@@ -8,6 +8,8 @@ import os
 import subprocess
 import time
 
+import torch
+
 NOT_CALLABLE = 3
 
 
@@ -47,8 +49,28 @@ def returns_text(response):
 
 
 async def slow(response):
+    """Return after a moment, or fail in the way that the response names."""
     await asyncio.sleep(60 if response == "hang" else 0.3)
+    if response == "exit":
+        raise SystemExit(3)
+    if response == "cancel":
+        raise asyncio.CancelledError
+    if response == "timeout":
+        raise TimeoutError("the judge did not answer")
     return 1.0
+
+
+def shapes(response):
+    """Return a tensor of two elements for a response that has two characters."""
+    return [torch.ones(len(text)) for text in response]
+
+
+def none_beside(response):
+    return {"score": 1.0, "length": len(response), "depth": None}
+
+
+def hides_the_response(response):
+    return {"score": 1.0, "response": 2.0}
 
 
 def process_id(response):

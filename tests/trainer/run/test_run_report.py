@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tests.trainer.run.test_check_run import config_file  # noqa: F401 - a fixture
 from trainer.curves import draw_curves
+from trainer.report.reading import last_step
 from trainer.run import run_report
 from trainer.run.config import read_run_config
 from trainer.run.run_report import SUMMARY, RunReport, rows_of
@@ -70,7 +71,7 @@ def test_damaged_files_of_an_earlier_process_do_not_end_a_run(
     with caplog.at_level(logging.WARNING):
         report.begin()
     assert f"{tmp_path / SUMMARY} is damaged" in caplog.text and len(caplog.messages) == 1
-    assert run_report._last_step(tmp_path / "metrics.jsonl") == 3
+    assert last_step(tmp_path / "metrics.jsonl") == 3
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained" / "metrics.jsonl").write_text(
         '{"global_step": 1, "phase": "train", "train/score": 0.5}\nnull\n{"a"'
