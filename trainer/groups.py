@@ -122,7 +122,7 @@ class RunGroups:
         while lost and time.monotonic() < end and lost & {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
             time.sleep(0.1)
 
-    def _start_group(self, worker: GroupSpec) -> WorkerGroup:
+    def _start_group(self, worker: GroupSpec) -> None:
         pool = self._pools.get_resource_pool(worker.role)
         with self._stages("start"):
             self._starting(f"starting {worker.name}: {worker.init.cls.__name__}")
@@ -131,7 +131,6 @@ class RunGroups:
                 group.timeout = worker.config.timeout_s
             self._stages.devices.add(group, pool)
         self.by_name[worker.name] = group
-        return group
 
     def spec_of(self, group: WorkerGroup) -> GroupSpec:
         """Return the worker class and configuration that a group was started with."""

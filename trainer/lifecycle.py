@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -311,7 +312,7 @@ class RunLifecycle:
         return self._state_with(in_flight, rollout)
 
     def _state_with(self, in_flight: Sequence[BatchInFlight], rollout: Mapping[str, Any]) -> RunState:
-        program = {name: part.state_dict() for name, part in self.stateful.items()}
+        program = {name: copy.deepcopy(part.state_dict()) for name, part in self.stateful.items()}
         step, metrics = self.validated
         return RunState(
             global_steps=self.global_steps,
@@ -338,8 +339,9 @@ class RunLifecycle:
             DataError: there is none, or it is of other roles.
         """
         self._continue_from(self.checkpoints.load(self.run_groups.trained()))
-        for text in self.checkpoints.fallbacks():
-            self._show_starting(f"{text}: going on from step {self.global_steps}, without later metrics and samples")
+        for step, damage in self.checkpoints.damaged.items():
+            text = f"going on from step {self.global_steps}, without later metrics and samples"
+            self._show_starting(f"the checkpoint of step {step} is damaged ({damage}): {text}")
         return self.global_steps
 
     def _continue_from(self, state: RunState) -> None:
@@ -352,7 +354,7 @@ class RunLifecycle:
         self.step.kl_ctrl.resume(state.kl_coef)
         for name, part in self.stateful.items():
             if name in state.program:
-                part.load_state_dict(state.program[name])
+                part.load_state_dict(copy.deepcopy(state.program[name]))  # it may be loaded again
         rewind(self.trackers, self.global_steps or -1)  # a warm-up has steps too, before step 0
 
     def recover(self, error: MControllerError, beginning: RunState) -> None:

@@ -134,16 +134,9 @@ class RayPPOTrainer(RunLifecycle):
         update_metrics = {name: value for name, value in update_metrics.items() if name not in measured_before}
         tokens = tokens_of(batch)
         self.num_tokens += tokens
+        timing, progress = stages.timing(started, tokens, len(batch)), self._progress(batch, prompts)
         whole = Metrics()
-        whole.add(
-            united(
-                metrics,
-                update_metrics,
-                self._progress(batch, prompts),
-                step.weights.take_metrics(),
-                stages.timing(started, tokens, len(batch)),
-            )
-        )
+        whole.add(united(metrics, update_metrics, progress, step.weights.take_metrics(), timing))
         whole.add(stages.take_memory())  # of the same groups as in generation ahead, at another time
         return whole.take()
 

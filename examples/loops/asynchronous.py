@@ -39,29 +39,29 @@ async def episode(rollout: TrajectoryRollout, digit: int) -> Trajectory:
 async def group(rollout: TrajectoryRollout, digit: int) -> tuple[list[Trajectory], list[float]]:
     """Return the responses to one problem, and their scores: the share of the turns that are right."""
     made = await asyncio.gather(*(episode(rollout, digit) for _ in range(GROUP)))
-    return made, [each.tokens.count(digit) / (LENGTH / 2) for each in made]
+    return made, [response.tokens.count(digit) / (LENGTH / 2) for response in made]
 
 
 async def train() -> list[float]:
     """Train, and return the mean score of the responses of every step."""
     config = actor_config(ppo_mini_batch_size=GROUP * GROUPS, ppo_micro_batch_size=GROUP * GROUPS)
     policy, engine = (START(config, role) for role in ("actor", "rollout"))
-    for each in (policy, engine):
-        each.init_model()
+    for workers in (policy, engine):
+        workers.init_model()
     engines = [ReferenceEngine(engine, step_tokens=1)]
     rollout, weights = TrajectoryRollout(engine, engines=engines, **TOKENS), WeightTransfer(policy, engine)
     weights.run()
-    digits, flying, ready, found = cycle(ANY_DIGIT), set[asyncio.Task[Any]](), list[Any](), list[float]()
-    while len(found) < STEPS:
+    digits, flying, ready, history = cycle(ANY_DIGIT), set[asyncio.Task[Any]](), list[Any](), list[float]()
+    while len(history) < STEPS:
         while len(flying) < IN_FLIGHT:
             flying.add(asyncio.create_task(group(rollout, next(digits))))
         done, flying = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED)
-        ready += [each.result() for each in done]
+        ready += [task.result() for task in done]
         if len(ready) < GROUPS:
             continue
         (made, scores), ready = zip(*ready[:GROUPS], strict=True), ready[GROUPS:]
-        found.append(float(np.mean(scores)))
-        rows = [each for some in made for each in some]
+        history.append(float(np.mean(scores)))
+        rows = [response for responses in made for response in responses]
         columns = trajectory_batch(rows, prompt_length=2, response_length=LENGTH, pad_token_id=PAD)
         batch = DataProto.from_dict(columns, {"uid": np.arange(GROUPS).repeat(GROUP)}, {"temperature": 1.0})
         rewards = outcome_scores(torch.tensor(scores).flatten(), batch.batch["response_mask"])
@@ -70,8 +70,8 @@ async def train() -> list[float]:
         ratio, _ = importance_weights(batch, ImportanceConfig(level="token", threshold=2.0))
         policy.update_actor(batch.with_tensors({"importance_weights": ratio}).select(non_tensor_batch_keys=[]))
         weights.run()
-        print(f"step {len(found)}: score {found[-1]:.3f}, oldest policy {min(each.versions[0] for each in rows)}")
-    return found
+        print(f"step {len(history)}: score {history[-1]:.3f}, oldest policy {min(row.versions[0] for row in rows)}")
+    return history
 
 
 def main() -> list[float]:

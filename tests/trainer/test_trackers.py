@@ -31,8 +31,7 @@ def test_json_lines_hold_every_step_as_soon_as_it_is_logged(tmp_path):
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path):
-    for tracker in log_steps(["tensorboard"], Run(tmp_path)):
-        tracker.close()
+    log_steps(["tensorboard"], Run(tmp_path))  # and not closed: the run is killed
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/score")] == [(1, 0.25), (2, 0.5)]
 
@@ -100,8 +99,9 @@ def test_a_service_that_is_not_installed_is_rejected_with_the_extra_to_install(t
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(ConfigError) as caught:
-            make_trackers([name], Run(tmp_path))
+            make_trackers(["jsonl", name], Run(tmp_path))
         assert (caught.value.key, caught.value.value) == ("trackers", name)
+        assert not [*tmp_path.iterdir()]  # the directory of another run would be rejected
 
 
 def test_mlflow_gets_the_configuration_under_dotted_names(tmp_path, monkeypatch):

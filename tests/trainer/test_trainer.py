@@ -37,6 +37,7 @@ from trainer import (
     WarmUpConfig,
     rule_only,
 )
+from trainer.saving.run_record import read_record
 from workers.role_worker import PolicySettings
 
 
@@ -201,6 +202,28 @@ def test_the_state_of_a_program_is_saved_and_loaded_with_the_run(tmp_path):
     with pytest.raises(DataError) as caught:
         with_loader(first).save_checkpoint()
     assert caught.value.key == "loader"
+
+
+def test_the_state_of_a_program_is_that_of_its_step_also_if_it_is_not_copied(tmp_path):
+    """Saves become those of the run in a later step."""
+
+    class Loader(Callback):
+        def __init__(self):
+            self.state = {"position": 0}
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+        def step_ended(self, trainer, metrics):
+            self.state["position"] += 1
+
+    loader = Loader()
+    config = toy_config(3, save_freq=1, default_local_dir=str(tmp_path))
+    started(toy_trainer(config, val_dataset=None, stateful={"loader": loader}, callbacks=[loader])).fit()
+    assert [save.state.program["loader"]["position"] for save in read_record(tmp_path).saves()] == [3, 2, 1]
 
 
 def test_a_reward_that_can_start_early_starts_before_the_other_stages():

@@ -149,7 +149,7 @@ class FunctionRewards:
         shown = [
             {name: sample[name] for name in SHOWN}
             | {"score": total[row] if scored[row] else None}
-            | _values_of(row, reported)
+            | {column: None if math.isnan(values[row]) else values[row] for column, values in reported.items()}
             for row, sample in enumerate(samples)
         ]
         return Reward(outcome_scores(total, mask), reported, shown, scored=scored)
@@ -217,7 +217,3 @@ def check_functions(config: RewardsConfig) -> None:
             "rewards.functions is empty: add one, such as rewards.functions.mine.function=rewards.py:score",
             key="rewards.functions",
         )
-
-
-def _values_of(row: int, columns: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
-    return {name: None if math.isnan(values[row]) else values[row] for name, values in columns.items()}

@@ -23,8 +23,8 @@ from mcontroller.files import replace_text
 from mcontroller.trace.reading import read_trace
 from mcontroller.trace.recorder import FOLDER
 from mcontroller.trace.summary import summary_lines
-from trainer.curves import draw_curves
 from trainer.loop import RayPPOTrainer
+from trainer.report.curves import draw_curves
 from trainer.report.reading import last_step, read_summary
 from trainer.run.config import RunConfig
 from trainer.saving.run_record import RECORD, read_record
@@ -82,11 +82,15 @@ class RunReport:
         Args:
             steps: steps of PPO that this process had done.
         """
-        try:
-            saved = read_record(Path(self._trainer.default_local_dir)).last.state.global_steps
-        except DataError:
+        checkpoints = Path(self._trainer.default_local_dir)
+        if not (checkpoints / RECORD).is_file():
             again = f", {steps} are lost; begin again with: python -m mcontroller resume {self._directory}"
             self._print("no step is saved" + (again if steps else ""))
+            return
+        try:
+            saved = read_record(checkpoints).last.state.global_steps
+        except DataError as error:
+            self._print(str(error))
             return
         lost = max(steps - saved, 0)
         self._print(

@@ -191,10 +191,6 @@ class RunCheckpoints:
         self.recover()
         return replace(save.state, in_flight=batches)
 
-    def fallbacks(self) -> list[str]:
-        """Return a line for each damaged save that the last ``load`` has passed over."""
-        return [f"the checkpoint of step {step} is damaged ({damage})" for step, damage in self.damaged.items()]
-
     def finish_if_written(self) -> None:
         """Finish the save in flight, if there is one and all groups have written it."""
         if self._writing is not None and self._writing.is_written():

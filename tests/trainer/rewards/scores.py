@@ -8,8 +8,6 @@ import os
 import subprocess
 import time
 
-import torch
-
 NOT_CALLABLE = 3
 
 
@@ -60,9 +58,9 @@ async def slow(response):
     return 1.0
 
 
-def shapes(response):
-    """Return a tensor of two elements for a response that has two characters."""
-    return [torch.ones(len(text)) for text in response]
+def huge(response):
+    """Return an integer that is no float for every response of several characters."""
+    return [1 if len(text) == 1 else 10**400 for text in response]
 
 
 def none_beside(response):
