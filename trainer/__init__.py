@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainer.config import AsynchronousConfig as AsynchronousConfig
     from trainer.config import DataConfig as DataConfig
     from trainer.config import FilterGroupsConfig as FilterGroupsConfig
+    from trainer.config import ImportanceConfig as ImportanceConfig
     from trainer.config import MultiTurnConfig as MultiTurnConfig
     from trainer.config import OverlongConfig as OverlongConfig
     from trainer.config import PPOConfig as PPOConfig
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from trainer.estimators.registry import KLInReward as KLInReward
     from trainer.estimators.registry import compute_advantage as compute_advantage
     from trainer.estimators.registry import register_advantage_estimator as register_advantage_estimator
-    from trainer.importance import ImportanceConfig as ImportanceConfig
     from trainer.kl import KL_CONTROLLERS as KL_CONTROLLERS
     from trainer.kl import AdaptiveKLController as AdaptiveKLController
     from trainer.kl import FixedKLController as FixedKLController

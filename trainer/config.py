@@ -18,7 +18,6 @@ from trainer.estimators.built_in import (
     RLOOOptions,
 )
 from trainer.estimators.registry import ADVANTAGE_ESTIMATORS, KLInReward
-from trainer.importance import ImportanceConfig
 from trainer.kl import KLControlConfig
 from workers.config.sampling import check_setting
 from workers.losses.kl import KL_ESTIMATORS
@@ -32,6 +31,8 @@ TAKES = ("completed", "in_order")
 STALE = ("finish", "drop")
 PARTIAL = ("continue", "finish", "stop")
 SCHEDULES = ("live", "simulated")
+LEVELS = ("none", "token", "sequence", "geometric")
+MODES = ("truncate", "mask", "decoupled")
 
 
 @strict_fields
@@ -97,6 +98,46 @@ class MultiTurnConfig:
         if self.episode is None:
             names = [item.name for item in dataclasses.fields(self)]
             check_unused(self, names, "multi_turn.", "without multi_turn.episode")
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class ImportanceConfig:
+    """Importance weights ``policy / rollout`` of the sampled tokens in the policy loss; see docs/rollout.md."""
+
+    level: str = "none"
+    """Weight of a token: its own ratio (token), the product of the ratios of its response (sequence), their geometric
+    mean (geometric), or none."""
+    mode: str = "truncate"
+    """Limit of the weights: truncate to threshold, mask the tokens whose weight is outside of the limits, or none as in
+    decoupled PPO (decoupled)."""
+    threshold: float = 2.0
+    """Highest weight. Not with mode=decoupled."""
+    least: float = 0.0
+    """Lowest weight that is not masked; 0 keeps all. Only with mode=mask."""
+    off_policy_mask: float | None = None
+    """[nats per token] Leave responses with a negative advantage out of the loss if the rollout gave their tokens
+    a log-probability that is higher by more than this, in the mean, than the policy's. None: keep all."""
+
+    def __post_init__(self) -> None:
+        check_one_of("algorithm.importance.level", self.level, LEVELS)
+        check_one_of("algorithm.importance.mode", self.mode, MODES)
+        check_above("algorithm.importance.threshold", self.threshold, 0.0)
+        if self.off_policy_mask is not None:
+            check_at_least("algorithm.importance.off_policy_mask", self.off_policy_mask, 0.0)
+        key = "algorithm.importance."
+        if self.level == "none":
+            reason = f"without weights: set {key}level to token, sequence or geometric"
+            check_unused(self, ("mode", "threshold", "least"), key, reason)
+        if self.mode == "decoupled":
+            check_unused(self, ("threshold",), key, f"with {key}mode=decoupled, which has no limit")
+        if self.mode != "mask":
+            check_unused(self, ("least",), key, f"with {key}mode={self.mode}: set mode=mask")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a correction reads the log-probabilities of the policy."""
+        return self.level != "none" or self.off_policy_mask is not None
 
 
 @strict_fields
@@ -464,8 +505,17 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)
+        for name in ("max_staleness", "total_training_steps", "epochs", "critic_warmup", "memory_save_freq"):
+            check_at_least(f"trainer.{name}", getattr(self, name), 0)
+        for name in ("max_restarts", "ref_sync_steps", "keep_best"):
+            check_at_least(f"trainer.{name}", getattr(self, name), 0)
+        for name in ("save_minutes", "max_seconds", "patience", "patience_factor"):
+            check_at_least(f"trainer.{name}", getattr(self, name), 0.0)
+        for name in ("test_freq", "save_freq"):
+            check_at_least(f"trainer.{name}", getattr(self, name), -1)
+        if self.max_to_keep is not None:
+            check_at_least("trainer.max_to_keep", self.max_to_keep, 1)
         check_above("trainer.weight_timeout", self.weight_timeout, 0.0)
-        check_at_least("trainer.max_staleness", self.max_staleness, 0)
         if self.asynchronous.replay is not None and self.max_staleness < 1:
             raise ConfigError(
                 f"trainer.asynchronous.replay is set with trainer.max_staleness={self.max_staleness}, which has one "
@@ -473,23 +523,8 @@ class TrainerConfig:
                 key="trainer.asynchronous.replay",
                 value=self.asynchronous.replay,
             )
-        check_at_least("trainer.total_training_steps", self.total_training_steps, 0)
-        check_at_least("trainer.epochs", self.epochs, 0)
-        check_at_least("trainer.critic_warmup", self.critic_warmup, 0)
-        check_at_least("trainer.test_freq", self.test_freq, -1)
-        check_at_least("trainer.save_freq", self.save_freq, -1)
-        check_at_least("trainer.memory_save_freq", self.memory_save_freq, 0)
-        check_at_least("trainer.save_minutes", self.save_minutes, 0.0)
-        check_at_least("trainer.max_seconds", self.max_seconds, 0.0)
-        check_at_least("trainer.patience", self.patience, 0.0)
-        check_at_least("trainer.patience_factor", self.patience_factor, 0.0)
-        check_at_least("trainer.max_restarts", self.max_restarts, 0)
-        check_at_least("trainer.ref_sync_steps", self.ref_sync_steps, 0)
         check_above("trainer.ref_sync_mix", self.ref_sync_mix, 0.0)
         check_between("trainer.ref_sync_mix", self.ref_sync_mix, 0.0, 1.0)
-        if self.max_to_keep is not None:
-            check_at_least("trainer.max_to_keep", self.max_to_keep, 1)
-        check_at_least("trainer.keep_best", self.keep_best, 0)
         check_one_of("trainer.best_mode", self.best_mode, ("max", "min"))
         if self.keep_best and (self.save_freq < 1 or self.test_freq < 1 or self.save_freq % self.test_freq):
             raise ConfigError(

@@ -119,7 +119,7 @@ class ProgressDisplay(Display):
             return
         for sample in samples[:SHOWN_SAMPLES]:
             texts = " -> ".join(_shortened(sample[name]) for name in ("prompt", "response"))
-            score = "no score" if sample["score"] is None else f"{sample['score']:.3g}"
+            score = "no score" if sample.get("score") is None else f"{sample['score']:.3g}"
             self._print(f"  {texts}  ({score})", soft_wrap=True)
 
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None:

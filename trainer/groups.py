@@ -24,6 +24,9 @@ from workers.columns import MINI_BATCHES
 from workers.config import ActorConfig, RoleConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 
+TRAINED = ("actor", "critic")
+"""The names of the groups that have weights to save."""
+
 NOTICE_SECONDS = 30.0
 """Time in which Ray notices that a node is gone; by default about 14 s."""
 
@@ -119,7 +122,7 @@ class RunGroups:
         while lost and time.monotonic() < end and lost & {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
             time.sleep(0.1)
 
-    def _start_group(self, worker: GroupSpec) -> WorkerGroup:
+    def _start_group(self, worker: GroupSpec) -> None:
         pool = self._pools.get_resource_pool(worker.role)
         with self._stages("start"):
             self._starting(f"starting {worker.name}: {worker.init.cls.__name__}")
@@ -128,7 +131,6 @@ class RunGroups:
                 group.timeout = worker.config.timeout_s
             self._stages.devices.add(group, pool)
         self.by_name[worker.name] = group
-        return group
 
     def spec_of(self, group: WorkerGroup) -> GroupSpec:
         """Return the worker class and configuration that a group was started with."""
@@ -191,7 +193,7 @@ class RunGroups:
 
     def trained(self) -> dict[str, WorkerGroup]:
         """Return the groups that have weights to save, by name."""
-        return {name: group for name, group in self.by_name.items() if name in ("actor", "critic")}
+        return {name: group for name, group in self.by_name.items() if name in TRAINED}
 
 
 def check_engines_fit(workers: Sequence[GroupSpec], pools: ResourcePoolManager) -> None:

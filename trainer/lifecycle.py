@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from trainer.data.stream import BatchStream, Dataset, check_rows
 from trainer.data.tokenizers import Tokenizer
 from trainer.display import Display
 from trainer.elastic import ElasticPools, PoolSizes, pools_text
-from trainer.groups import RunGroups
+from trainer.groups import TRAINED, RunGroups
 from trainer.rewards.reward import CombineRewards, RewardFunction, RewardSources
 from trainer.roles import Role, check_generates_alone, check_roles
 from trainer.rollout.generation import ProblemStream, RolloutFunction
@@ -31,7 +32,7 @@ from trainer.saving.checkpoints import CLOSE_TIMEOUT_S, RunCheckpoints, Stateful
 from trainer.saving.memory import MemoryCheckpoints
 from trainer.saving.preemption import Preempted, Preemption
 from trainer.saving.recovery import Failure, Recovery
-from trainer.saving.run_record import BatchInFlight, RunState, read_record
+from trainer.saving.run_record import BatchInFlight, RunState
 from trainer.stages import SharedDevices, Stages
 from trainer.step import PPOStep
 from trainer.trackers import Tracker, rewind
@@ -130,8 +131,6 @@ class RunLifecycle:
         rewards = RewardSources(reward_fn, val_reward_fn, has_model, combine_rewards, has_episodes)
         if config.warm_up.steps and warm_up_dataset is None:
             raise ConfigError(f"warm_up.steps is {config.warm_up.steps}, but warm_up_dataset is None", key="warm_up")
-        if config.trainer.resume:
-            read_record(Path(config.trainer.default_local_dir))
         check_rows(train_dataset=train_dataset)
         check_validation(config, is_validated=val_dataset is not None or bool(evaluations))
         self.config, self.tokenizer = config, tokenizer
@@ -152,6 +151,8 @@ class RunLifecycle:
         self.step = PPOStep(config, tokenizer, self.run_groups, self.stages, rewards, rollout_fn)
         self.problems = ProblemStream(self.train_batches, self.step.generations)
         self.checkpoints = RunCheckpoints(options, devices)
+        if options.resume:
+            self.checkpoints.check({spec.name for spec in self.run_groups.workers} & {*TRAINED})
         self.memory = MemoryCheckpoints(devices, self.run_groups.lost_nodes)
         self.elastic = ElasticPools(resource_pool_manager, self.run_groups.workers)
         self.preemption = Preemption(options.max_seconds)
@@ -311,7 +312,7 @@ class RunLifecycle:
         return self._state_with(in_flight, rollout)
 
     def _state_with(self, in_flight: Sequence[BatchInFlight], rollout: Mapping[str, Any]) -> RunState:
-        program = {name: part.state_dict() for name, part in self.stateful.items()}
+        program = {name: copy.deepcopy(part.state_dict()) for name, part in self.stateful.items()}
         step, metrics = self.validated
         return RunState(
             global_steps=self.global_steps,
@@ -338,8 +339,9 @@ class RunLifecycle:
             DataError: there is none, or it is of other roles.
         """
         self._continue_from(self.checkpoints.load(self.run_groups.trained()))
-        for text in self.checkpoints.fallbacks():
-            self._show_starting(f"{text}: going on from step {self.global_steps}, without later metrics and samples")
+        for step, damage in self.checkpoints.damaged.items():
+            text = f"going on from step {self.global_steps}, without later metrics and samples"
+            self._show_starting(f"the checkpoint of step {step} is damaged ({damage}): {text}")
         return self.global_steps
 
     def _continue_from(self, state: RunState) -> None:
@@ -352,7 +354,7 @@ class RunLifecycle:
         self.step.kl_ctrl.resume(state.kl_coef)
         for name, part in self.stateful.items():
             if name in state.program:
-                part.load_state_dict(state.program[name])
+                part.load_state_dict(copy.deepcopy(state.program[name]))  # it may be loaded again
         rewind(self.trackers, self.global_steps or -1)  # a warm-up has steps too, before step 0
 
     def recover(self, error: MControllerError, beginning: RunState) -> None:

@@ -95,9 +95,9 @@ class RayPPOTrainer(RunLifecycle):
                             self.show(self.display.step, metrics)
                             if self.is_due(options.test_freq):
                                 metrics = united(metrics, self.validate())
+                            self.log(metrics)  # before the save: a run that resumes removes lines, and adds none
                             self.step.synchronize_reference(number)
                             self.save_if_due()
-                            self.log(metrics)
                             self.save_to_memory_if_due()
                     self.checkpoints.finish()
                     self._export()
@@ -134,16 +134,9 @@ class RayPPOTrainer(RunLifecycle):
         update_metrics = {name: value for name, value in update_metrics.items() if name not in measured_before}
         tokens = tokens_of(batch)
         self.num_tokens += tokens
+        timing, progress = stages.timing(started, tokens, len(batch)), self._progress(batch, prompts)
         whole = Metrics()
-        whole.add(
-            united(
-                metrics,
-                update_metrics,
-                self._progress(batch, prompts),
-                step.weights.take_metrics(),
-                stages.timing(started, tokens, len(batch)),
-            )
-        )
+        whole.add(united(metrics, update_metrics, progress, step.weights.take_metrics(), timing))
         whole.add(stages.take_memory())  # of the same groups as in generation ahead, at another time
         return whole.take()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcontroller.data.batch import DataProto
 from trainer.columns import columns
-from trainer.importance import ImportanceConfig
+from trainer.config import ImportanceConfig
 
 TOKEN_VERSIONS = "token_versions"
 """Column of the version of the policy that sampled each token, int64 ``[rows, response]``; -1 for others."""

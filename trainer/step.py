@@ -175,17 +175,13 @@ class PPOStep:
         with self.stages.overlapping() as start:
             if self.groups.critic is not None:
                 rows = without(batch, self.groups.columns_unread(self.groups.critic))
-                calls.append(
-                    start("update critic", *self.balance.split_update(self.groups.critic.update_critic, rows, step))
-                )
+                update_critic = self.balance.split_update(self.groups.critic.update_critic, rows, step)
+                calls.append(start("update critic", *update_critic))
             if step >= trainer.critic_warmup:
-                rows, update = (
-                    without(batch, self.groups.columns_unread(self.groups.actor)),
-                    self.config.warm_up.steps + step - trainer.critic_warmup,
-                )
-                calls.append(
-                    start("update actor", *self.balance.split_update(self.groups.actor.update_actor, rows, update))
-                )
+                rows = without(batch, self.groups.columns_unread(self.groups.actor))
+                number = self.config.warm_up.steps + step - trainer.critic_warmup
+                update_actor = self.balance.split_update(self.groups.actor.update_actor, rows, number)
+                calls.append(start("update actor", *update_actor))
                 self.weights.changed()
         return united(*(over_ranks(call.get().meta_info["metrics"]) for call in calls))
 
@@ -242,12 +238,8 @@ class PPOStep:
                 without_score = columns(batch, FAILED)[0] | reward.row_scores().isnan()
                 reward = replace(reward, scored=(~without_score).tolist())
             if (overlong := self.config.algorithm.overlong).buffer and not held_out:
-                reward = penalized(
-                    reward,
-                    columns(visible, "response_mask")[0],
-                    overlong,
-                    response_limit(self.config, self.groups.mapping),
-                )
+                (mask,) = columns(visible, "response_mask")
+                reward = penalized(reward, mask, overlong, response_limit(self.config, self.groups.mapping))
         return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
 
     def with_greedy_scores(self, batch: DataProto, problems: DataProto) -> DataProto:
@@ -256,9 +248,6 @@ class PPOStep:
             greedy = self.generate(problems, do_sample=False, n=1)
             problem_columns = greedy.problem_columns
         with self.stages.overlapping() as start:
-            scores = (
-                self.call_rewards(greedy.responses, problem_columns, start)[1]
-                .row_scores()
-                .repeat_interleave(len(batch) // len(problems))
-            )
+            _, reward = self.call_rewards(greedy.responses, problem_columns, start)
+        scores = reward.row_scores().repeat_interleave(len(batch) // len(problems))
         return trained_on(batch.union(DataProto.from_dict({"greedy_scores": scores.nan_to_num()})), ~scores.isnan())

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from mcontroller.config.imports import import_extra
 from mcontroller.config.registry import Registry
@@ -91,10 +91,7 @@ class _StepLines:
     def __init__(self, path: Path, most: int, resumed_at: int | None) -> None:
         self._path, self._most, self._every = path, most, 1
         self._resumed_at = resumed_at
-        self._open()
-
-    def _open(self) -> None:
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._file: TextIO | None = None  # until the first line: a run that does not start leaves no file
 
     def rewind(self, step: int) -> None:
         """Remove the steps after this one."""
@@ -102,25 +99,26 @@ class _StepLines:
         self.close()
         if self._path.is_file():
             _remove_later_steps(self._path, step)
-        self._open()
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line."""
         if self._resumed_at is not None:
             self.rewind(self._resumed_at)
-        if step % self._every == 0:
-            try:
-                self._file.write(json.dumps({"global_step": step, **values}, default=str) + "\n")
-                if self._file.tell() > self._most:
-                    self._thin_out()
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    self._file.close()  # and what it has not written
-                raise DataError(
-                    f"cannot write step {step} to {self._path}: {error.strerror}; {free_space(self._path)}: free some, "
-                    "and resume the run",
-                    path=str(self._path),
-                ) from error
+        if step % self._every:
+            return
+        try:
+            self._file = self._file or self._path.open("a", encoding="utf-8", buffering=1)
+            self._file.write(json.dumps({"global_step": step, **values}, default=str) + "\n")
+            if self._file.tell() > self._most:
+                self._thin_out()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.close()  # and what it has not written
+            raise DataError(
+                f"cannot write step {step} to {self._path}: {error.strerror}; {free_space(self._path)}: free some, "
+                "and resume the run",
+                path=str(self._path),
+            ) from error
 
     def _thin_out(self) -> None:
         self._every *= 2
@@ -128,11 +126,12 @@ class _StepLines:
         lines = self._path.read_bytes().splitlines(keepends=True)
         kept = b"".join(line for line in lines if _step_of(line) % self._every == 0)
         replace_text(self._path, kept.decode(errors="replace"))
-        self._open()
 
     def close(self) -> None:
-        """Flush and close the file."""
-        self._file.close()
+        """Flush and close the file; the next line opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 @TRACKERS.register("jsonl")
@@ -173,35 +172,45 @@ class JsonlTracker:
 
 @TRACKERS.register("tensorboard")
 class TensorBoardTracker:
-    """Tracker that writes TensorBoard events under ``tensorboard/``. Needs the extra ``tensorboard``."""
+    """Tracker that writes TensorBoard events under ``tensorboard/``. Needs the extra ``tensorboard``.
+
+    A warm-up has a directory of its own, since its steps are counted apart and are not hidden with later ones.
+    """
 
     def __init__(self, run: Run) -> None:
         import_extra("tensorboard", "tensorboard", "trackers")
         self._module = import_extra("torch.utils.tensorboard", "tensorboard", "trackers")
-        self._directory = str(run.directory / "tensorboard")
-        after = None if run.resumed_at is None else run.resumed_at + 1
-        self._writer = self._module.SummaryWriter(self._directory, purge_step=after)
+        self._directory, self._writers = run.directory / "tensorboard", dict[str, Any]()
+        self._first = 0 if run.resumed_at is None else run.resumed_at + 1
+
+    def _writer(self, phase: str) -> Any:
+        if phase not in self._writers:
+            directory = self._directory if phase == TRAIN else self._directory / phase
+            self._writers[phase] = self._module.SummaryWriter(str(directory), purge_step=self._first)
+        return self._writers[phase]
 
     def rewind(self, step: int) -> None:
         """Hide the steps after this one."""
-        self._writer.close()
-        self._writer = self._module.SummaryWriter(self._directory, purge_step=step + 1)
+        self.close()
+        self._writers, self._first = {}, step + 1
 
     def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer(phase).add_scalar(name, value, step)
+        self._writer(phase).flush()  # a run that is killed goes on from a later step
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Record a table as text."""
         columns, rows = _table(samples)
         lines = [columns, ["---"] * len(columns), *([str(cell) for cell in row] for row in rows)]
         cells = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
-        self._writer.add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+        self._writer(TRAIN).add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
 
     def close(self) -> None:
         """Flush and release resources."""
-        self._writer.close()
+        for writer in self._writers.values():
+            writer.close()
 
 
 @TRACKERS.register("wandb")

@@ -38,8 +38,13 @@ class Evaluation:
 def check_validation(config: PPOConfig, *, is_validated: bool) -> None:
     """Raise ConfigError if a setting needs held-out problems and there are none."""
     if not is_validated:
-        names = ("keep_best", *(("test_freq",) if config.trainer.test_freq > 0 else ()))
-        check_unused(config.trainer, names, "trainer.", "without held-out problems")
+        names, reason = (
+            ("keep_best", *(("test_freq",) if config.trainer.test_freq > 0 else ())),
+            "without held-out problems",
+        )
+        check_unused(config.trainer, names, "trainer.", reason)
+        check_unused(config.data, ("val_batch_size",), "data.", reason)
+        check_unused(config, ("validation",), "", reason)
 
 
 def evaluations_by_prefix(

@@ -1,1 +1,1 @@
-"""Programs over groups, one file each: GRPO, on-policy distillation, DPO and best-of-n fine-tuning."""
+"""Programs over groups, one file each: GRPO, distillation, DPO, best-of-n fine-tuning, and asynchronous training."""

@@ -19,17 +19,17 @@ def main() -> list[float]:
     config = actor_config(rollout={"n": N}, ppo_micro_batch_size=PROMPTS)
     policy = START(config, "actor_rollout")
     policy.init_model()
-    found = []
+    history = []
     for step in range(STEPS):
         batch = policy.generate_sequences(problems(PROMPTS, seed=step))
         rewards = scores(batch)
-        found.append(float(rewards.mean()))
+        history.append(float(rewards.mean()))
 
         best = torch.arange(PROMPTS) * N + rewards.view(PROMPTS, N).argmax(1)
         metrics = policy.update_sft(supervised_rows(batch.select_idxs(best))).meta_info["metrics"]
         loss = torch.tensor(metrics["sft/loss"]).mean()
-        print(f"step {step}: score {found[-1]:.3f}, of the best {float(rewards[best].mean()):.3f}, loss {loss:.3f}")
-    return found
+        print(f"step {step}: score {history[-1]:.3f}, of the best {float(rewards[best].mean()):.3f}, loss {loss:.3f}")
+    return history
 
 
 if __name__ == "__main__":

@@ -44,21 +44,21 @@ def main() -> list[tuple[float, float]]:
     )
     student = START(config, "actor_rollout")
     student.init_model()
-    found = []
+    history = []
     for step in range(STEPS):
         batch = student.generate_sequences(problems(PROMPTS, seed=step))
         of_teacher = teacher.compute_log_prob(batch).batch["old_log_probs"]
         advantages = (of_teacher - batch.batch["rollout_log_probs"]) * batch.batch["response_mask"]
 
         kl = -float(advantages.sum() / batch.batch["response_mask"].sum())
-        found.append((kl, float(scores(batch).mean())))
+        history.append((kl, float(scores(batch).mean())))
         if TOP_K:
             student.forward_backward(batch.union(teacher.compute_top_log_probs(batch, TOP_K)), loss=DISTILLATION)
             student.optim_step()
         else:
             student.update_actor(batch.union(DataProto.from_dict({"advantages": advantages})))
-        print(f"step {step}: reverse KL {kl:.3f}, score {found[-1][1]:.3f}")
-    return found
+        print(f"step {step}: reverse KL {kl:.3f}, score {history[-1][1]:.3f}")
+    return history
 
 
 if __name__ == "__main__":

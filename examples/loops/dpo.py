@@ -48,13 +48,13 @@ def main() -> list[float]:
     policy.init_model()
     batch = pairs()
     batch = batch.union(policy.compute_ref_log_prob(batch))
-    found = []
+    history = []
     for step in range(STEPS):
         metrics = policy.forward_backward(batch, loss=DPO).meta_info["metrics"]
         policy.optim_step()
-        found.append(metrics["dpo/loss"][0])
-        print(f"step {step}: loss {found[-1]:.3f}, chosen above rejected {metrics['dpo/right'][0]:.2f}")
-    return found
+        history.append(metrics["dpo/loss"][0])
+        print(f"step {step}: loss {history[-1]:.3f}, chosen above rejected {metrics['dpo/right'][0]:.2f}")
+    return history
 
 
 if __name__ == "__main__":

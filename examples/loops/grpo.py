@@ -26,11 +26,11 @@ def main() -> list[float]:
     )
     policy = START(config, "actor_rollout_ref")
     policy.init_model()
-    found = []
+    history = []
     for step in range(STEPS):
         batch = policy.generate_sequences(problems(PROMPTS, seed=step))
         rewards = scores(batch)
-        found.append(float(rewards.mean()))
+        history.append(float(rewards.mean()))
 
         token_rewards = outcome_scores(rewards, batch.batch["response_mask"])
         uid = np.arange(PROMPTS).repeat(GROUP)  # responses to one prompt are neighbors
@@ -39,8 +39,8 @@ def main() -> list[float]:
 
         batch = batch.union(policy.compute_ref_log_prob(batch))
         metrics = policy.update_actor(batch.select(non_tensor_batch_keys=[])).meta_info["metrics"]
-        print(f"step {step}: score {found[-1]:.3f}, KL {np.mean(metrics['actor/kl_loss']):.4f}")
-    return found
+        print(f"step {step}: score {history[-1]:.3f}, KL {np.mean(metrics['actor/kl_loss']):.4f}")
+    return history
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_the_tokens_alone():
     kept = white[mask.bool()]
     assert kept.mean().abs() < 1e-6 and abs(kept.var(correction=0) - 1.0) < 1e-6
     assert white[:, 2].tolist() == [0.0, 0.0]
+    equal = torch.full((64, 333), 100.3)  # the rounding of their mean is 1e-5, and the least deviation 1e-4
+    assert whiten(equal, torch.ones_like(equal)).eq(0.0).all()
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 1.0])
@@ -250,8 +252,10 @@ def test_scores_and_advantages_are_clipped():
     """Token scores of three responses; the last one has no tokens."""
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
     scores = torch.tensor([[1.0, 4.0, math.nan], [-1.0, 0.5, -2.5], [0.0, 0.0, 0.0]])
-    data = DataProto.from_dict({"token_level_scores": scores, "response_mask": mask})
+    greedy = torch.tensor([3.0, -0.5, -9.0])
+    data = DataProto.from_dict({"token_level_scores": scores, "response_mask": mask, "greedy_scores": greedy})
     limited, metrics = clipped_scores(data, 2.0)
+    assert limited.batch["greedy_scores"].tolist() == [2.0, -0.5, -2.0]
     assert limited.batch["token_level_scores"].tolist() == [[1.0, 1.0, 0.0], [-1.0, 0.5, -1.5], [0.0, 0.0, 0.0]]
     assert metrics == {"train/score_clipped": 1.0} and clipped_scores(data, 4.0)[1] == {"train/score_clipped": 0.5}
     assert clipped_scores(data, None) == (data, {}) and clipped_advantages(data, None) == (data, {})

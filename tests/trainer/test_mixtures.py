@@ -120,10 +120,13 @@ def test_evaluations_have_their_own_problems_length_and_sampling() -> None:
 def test_the_sections_of_several_data_sets_are_checked() -> None:
     many = EvaluationConfig("a.jsonl", n=4, do_sample=True, response_length=9)
     sampled = ValidationConfig(n=2, do_sample=True, temperature=0.6)
-    assert many.sampling(sampled) == ValidationConfig(4, True, 0.6, response_length=9)
-    assert EvaluationConfig("a.jsonl", do_sample=False).sampling(sampled) == ValidationConfig()
+    assert many.sampling(sampled, "data.evaluations.a") == ValidationConfig(4, True, 0.6, response_length=9)
+    assert EvaluationConfig("a.jsonl", do_sample=False).sampling(sampled, "data.evaluations.a") == ValidationConfig()
     for make, key in (
-        (lambda: EvaluationConfig("a.jsonl", n=4).sampling(ValidationConfig()), "validation.n"),
+        (
+            lambda: EvaluationConfig("a.jsonl", n=4).sampling(ValidationConfig(), "data.evaluations.a"),
+            "data.evaluations.a.n",
+        ),
         (lambda: MixedDatasetConfig("a.jsonl", weight=0.0), "weight"),
         (lambda: ProblemsConfig(train=DatasetConfig("a"), mixture={"b": MixedDatasetConfig("b")}), "data.mixture"),
         (lambda: ProblemsConfig(evaluations={"a/b": EvaluationConfig("a")}), "data.evaluations"),

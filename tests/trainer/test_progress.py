@@ -44,7 +44,7 @@ def test_the_table_shows_the_layout_of_groups():
 def test_a_sample_is_shown_with_its_score_or_without_one():
     shown, out = display()
     texts = {"prompt": "1 + 1 =", "response": "2"}
-    shown.samples([{**texts, "score": 0.25}, {**texts, "score": None}])
+    shown.samples([{**texts, "score": 0.25}, texts])
     assert out.getvalue().splitlines() == ["  1 + 1 = -> 2  (0.25)", "  1 + 1 = -> 2  (no score)"]
 
 

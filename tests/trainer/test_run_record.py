@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from tests.trainer.toy import toy_config, toy_trainer
-from trainer import Display, Reward
+from trainer import Callback, Display, Reward
 from trainer.saving.run_record import read_record
 from trainer.trackers import Run, Tracker, make_trackers
 
@@ -119,9 +119,10 @@ def test_steps_of_an_earlier_run_that_went_further_are_not_deleted(tmp_path: Pat
 def test_a_damaged_checkpoint_of_one_group_takes_all_to_an_earlier_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained(tmp_path, 3, save_freq=1)
-    state = tmp_path / "critic" / "global_step_3" / "state.npz"
-    state.write_bytes(state.read_bytes()[:100])
+    trained(tmp_path, 4, save_freq=1)
+    for step in (3, 4):
+        state = tmp_path / "critic" / f"global_step_{step}" / "state.npz"
+        state.write_bytes(state.read_bytes()[:100])
     trainer = resumable(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert trainer.load_checkpoint() == 2
@@ -132,10 +133,32 @@ def test_a_damaged_checkpoint_of_one_group_takes_all_to_an_earlier_step(
         assert loaded.equal(expected)
     went_on = trained(tmp_path, 3, save_freq=0, resume=True)
     assert went_on.global_steps == 3 and resumable(tmp_path).load_checkpoint() == 3
+    assert kept(tmp_path) == [["global_step_2", "global_step_3"]] * 2  # and not the damaged one of a later step
 
 
 def steps_in(file: Path) -> list[int]:
     return [json.loads(line)["global_step"] for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ends_at", [1, 2])
+def test_a_run_that_ends_right_after_a_save_has_a_line_for_every_step(tmp_path: Path, ends_at: int) -> None:
+    class Ends(Callback):
+        def saved(self, trainer: Any, directory: str) -> None:
+            if trainer.global_steps == ends_at:
+                trainer.checkpoints.finish()
+                raise KeyboardInterrupt
+
+    def run(callbacks: Sequence[Callback], **options: Any) -> None:
+        config = toy_config(2, save_freq=1, default_local_dir=str(tmp_path / "saves"), **options)
+        trackers = make_trackers(["jsonl"], Run(tmp_path, resumed_at=ends_at if options else None))
+        with toy_trainer(config, val_dataset=None, trackers=trackers, callbacks=callbacks) as trainer:
+            trainer.init_workers()
+            trainer.fit()
+
+    with pytest.raises(KeyboardInterrupt):
+        run([Ends()])
+    run([], resume=True)
+    assert steps_in(tmp_path / "metrics.jsonl") == [0, 1, 2]
 
 
 class Texts(Display):

@@ -31,10 +31,20 @@ def test_json_lines_hold_every_step_as_soon_as_it_is_logged(tmp_path):
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path):
-    for tracker in log_steps(["tensorboard"], Run(tmp_path)):
-        tracker.close()
+    log_steps(["tensorboard"], Run(tmp_path))  # and not closed: the run is killed
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/score")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_a_resumed_run_keeps_its_warm_up(tmp_path):
+    for resumed_at, phase, steps in ((None, "warm_up", (1, 2, 3)), (None, "train", (1, 2)), (1, "train", (2, 3))):
+        (tracker,) = make_trackers(["tensorboard"], Run(tmp_path, resumed_at=resumed_at))
+        for step in steps:
+            tracker.log({"loss": float(step)}, step, phase)
+        tracker.close()
+    for directory in ("tensorboard/warm_up", "tensorboard"):
+        events = EventAccumulator(str(tmp_path / directory)).Reload()
+        assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
 
 
 SAMPLES = [{"prompt": "1 | 1\n=", "response": "2", "score": 1.0}, {"prompt": "2", "response": "?", "score": None}]
@@ -89,8 +99,9 @@ def test_a_service_that_is_not_installed_is_rejected_with_the_extra_to_install(t
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(ConfigError) as caught:
-            make_trackers([name], Run(tmp_path))
+            make_trackers(["jsonl", name], Run(tmp_path))
         assert (caught.value.key, caught.value.value) == ("trackers", name)
+        assert not [*tmp_path.iterdir()]  # the directory of another run would be rejected
 
 
 def test_mlflow_gets_the_configuration_under_dotted_names(tmp_path, monkeypatch):

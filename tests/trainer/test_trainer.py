@@ -37,6 +37,7 @@ from trainer import (
     WarmUpConfig,
     rule_only,
 )
+from trainer.saving.run_record import read_record
 from workers.role_worker import PolicySettings
 
 
@@ -203,6 +204,28 @@ def test_the_state_of_a_program_is_saved_and_loaded_with_the_run(tmp_path):
     assert caught.value.key == "loader"
 
 
+def test_the_state_of_a_program_is_that_of_its_step_also_if_it_is_not_copied(tmp_path):
+    """Saves become those of the run in a later step."""
+
+    class Loader(Callback):
+        def __init__(self):
+            self.state = {"position": 0}
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+        def step_ended(self, trainer, metrics):
+            self.state["position"] += 1
+
+    loader = Loader()
+    config = toy_config(3, save_freq=1, default_local_dir=str(tmp_path))
+    started(toy_trainer(config, val_dataset=None, stateful={"loader": loader}, callbacks=[loader])).fit()
+    assert [save.state.program["loader"]["position"] for save in read_record(tmp_path).saves()] == [3, 2, 1]
+
+
 def test_a_reward_that_can_start_early_starts_before_the_other_stages():
     class Early:
         def start(self, batch):
@@ -225,8 +248,9 @@ def test_resuming_without_a_checkpoint_or_with_one_of_other_roles_is_rejected(tm
     assert caught.value.path == str(tmp_path / "trainer.json")
     started(toy_trainer(config)).fit()
     without_critic = dataclasses.replace(config, algorithm=AlgorithmConfig(adv_estimator="grpo"))
-    with pytest.raises(DataError) as caught:
-        started(toy_trainer(without_critic)).load_checkpoint()
+    resumed = dataclasses.replace(without_critic, trainer=dataclasses.replace(config.trainer, resume=True))
+    with pytest.raises(DataError) as caught:  # before any process starts
+        toy_trainer(resumed)
     assert (caught.value.saved, caught.value.groups) == (["actor", "critic"], ["actor"])
 
 
@@ -277,6 +301,9 @@ def test_a_configuration_that_a_class_rejects_is_rejected_at_the_start():
 
 
 def test_a_warm_up_without_demonstrations_or_data_is_rejected():
+    with pytest.raises(DataError) as caught:
+        toy_trainer(toy_config(1), val_dataset=[])
+    assert caught.value.rows == 0
     with pytest.raises(ConfigError) as caught:
         toy_trainer(dataclasses.replace(toy_config(), warm_up=WarmUpConfig(steps=1)))
     assert caught.value.key == "warm_up"

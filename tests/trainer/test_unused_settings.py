@@ -13,12 +13,15 @@ from tests.trainer.toy import ToyActor, toy_config, toy_trainer
 from trainer import (
     AlgorithmConfig,
     AsynchronousConfig,
+    DataConfig,
     FilterGroupsConfig,
     GRPOOptions,
     ImportanceConfig,
     KLControlConfig,
     MultiTurnConfig,
     OverlongConfig,
+    RewardFunctionConfig,
+    RewardsConfig,
     Role,
     TrainerConfig,
     ValidationConfig,
@@ -69,6 +72,12 @@ def of_actor(**settings: Any) -> ActorConfig:
             "algorithm.grpo",
             {"adv_estimator": "grpo"},
         ),
+        (
+            RewardsConfig,
+            {"timeout_s": 5.0},
+            "rewards.timeout_s",
+            {"functions": {"mine": RewardFunctionConfig("a.py:b")}},
+        ),
         (ValidationConfig, {"temperature": 0.5}, "validation.temperature", {"do_sample": True}),
         (ValidationConfig, {"top_k": 5}, "validation.top_k", {"do_sample": True}),
         (WarmUpConfig, {"batch_size": 5}, "warm_up.batch_size", {"steps": 1}),
@@ -117,6 +126,21 @@ def test_a_setting_without_effect_is_rejected_until_it_has_one(
         make(**settings)
     assert caught.value.key == key
     make(**{**settings, **switch})
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"validation": ValidationConfig(response_length=1)}, "validation"),
+        ({"data": DataConfig(train_batch_size=48, val_batch_size=4)}, "data.val_batch_size"),
+    ],
+)
+def test_a_setting_of_validation_is_rejected_without_held_out_problems(section: dict[str, Any], key: str) -> None:
+    config = dataclasses.replace(toy_config(1), **section)
+    toy_trainer(config)
+    with pytest.raises(ConfigError) as caught:
+        toy_trainer(config, val_dataset=None)
+    assert caught.value.key == key
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from mcontroller.errors import ConfigError
 from tests.trainer.rollout.server.test_chat_templates import Scripted, tokenizer_of
 from tests.vllm.policies import PYTHON
 from trainer.config import MultiTurnConfig
+from trainer.data.hf_tokenizer import HuggingFaceTokenizer
 from trainer.rollout.server.chat_requests import ChatRequest
 from trainer.rollout.server.sessions import ChatSession, Turn
 from trainer.rollout.server.tool_calls import ToolFormat, tool_format
-from trainer.run.hf_tokenizer import HuggingFaceTokenizer
 from trainer.run.parts import make_episodes
 
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}

@@ -84,8 +84,12 @@ class EvaluationConfig(DatasetConfig):
     top_k: int | None = None
     """[tokens] Sample from the most likely tokens; 0: all. None: that of ``validation``."""
 
-    def sampling(self, validation: ValidationConfig) -> ValidationConfig:
+    def sampling(self, validation: ValidationConfig, key: str) -> ValidationConfig:
         """Return how the responses are sampled, with the values of ``validation`` that are not given.
+
+        Args:
+            validation: the section of all held-out problems.
+            key: the key of these ones.
 
         Raises:
             ConfigError: the values do not fit together.
@@ -94,7 +98,12 @@ class EvaluationConfig(DatasetConfig):
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("do_sample") is False:  # the settings of samples are not those of the most probable tokens
             validation = ValidationConfig(response_length=validation.response_length)
-        return replace(validation, **given)
+        try:
+            return replace(validation, **given)
+        except ConfigError as error:
+            name = str(error.fields["key"]).replace("validation.", f"{key}.")
+            text = error.message.replace("validation.", f"{key}.")
+            raise ConfigError(text, **error.fields | {"key": name}) from error
 
 
 @strict_fields

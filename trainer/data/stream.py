@@ -33,11 +33,13 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> DataProto:
 
 
 def check_rows(**datasets: Dataset | None) -> None:
-    """Raise DataError if the first row of a data set, given by name, lacks the tensors that prompts need."""
+    """Raise DataError if a data set, given by name, has no rows, or its first one lacks the tensors of prompts."""
     expected = "expected a mapping with input_ids and attention_mask [prompt], such as a row of trainer.PromptRows"
     for name, dataset in datasets.items():
-        if dataset is None or len(dataset) == 0:
+        if dataset is None:
             continue
+        if len(dataset) == 0:
+            raise DataError(f"{name} has no rows: leave it out, or add some", rows=0)
         row: object = dataset[0]
         if not isinstance(row, Mapping):
             raise DataError(f"{name}: row 0 is {repr(row)[:60]} of type {type(row).__name__}; {expected}", row=0)

@@ -28,16 +28,26 @@ BLOCK = 64
 """Tokens whose discounted sums are one matrix product. 32 to 128 take about the same time."""
 EXACT = 1 << 20
 """Squares that are added in float32; larger sums are added in float64."""
+ROUNDING = 2.0**-20
+"""Largest deviation of equal float32 values from their mean, as a share of it."""
 SCALES = ("group", "batch", "none")
 EPSILON = 1e-6
 """Added to a standard deviation before a division."""
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Return values scaled to mean 0 and variance 1 over the entries with a mask of 1, and 0 for the others."""
+    """Return values scaled to mean 0 and variance 1 over the entries with a mask of 1, and 0 for the others.
+
+    Equal values are 0: the rounding of their mean is not scaled up.
+    """
     kept = mask.bool()
-    result, count = torch.where(kept, values, 0.0), max(1, int(kept.sum()))
-    result.sub_(float(result.sum()) / count).mul_(kept)
+    result, count = torch.where(kept, values, 0.0), int(kept.sum())
+    if not count:
+        return result
+    mean = float(result.sum()) / count
+    result.sub_(mean).mul_(kept)
+    if float(torch.linalg.vector_norm(result, math.inf)) <= ROUNDING * abs(mean):
+        return result.zero_()
     parts = torch.split(result, max(1, EXACT // max(1, values.size(1))))
     squares = sum(float(torch.linalg.vector_norm(part)) ** 2 for part in parts)
     return result.mul_((squares / count + 1e-8) ** -0.5)

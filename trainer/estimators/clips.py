@@ -13,10 +13,10 @@ from trainer.rewards.reward import outcome_scores
 def clipped_scores(data: DataProto, clip: float | None) -> tuple[DataProto, dict[str, float]]:
     """Return the batch with the score of every response between ``-clip`` and ``clip``, and the share that was limited.
 
-    What is beyond the limit is subtracted on the last token of the response.
+    What is beyond the limit is subtracted on the last token of the response. ``greedy_scores`` are limited too.
 
     Args:
-        data: ``token_level_scores`` and ``response_mask`` ``[rows, response]``.
+        data: ``token_level_scores`` and ``response_mask`` ``[rows, response]``; ``greedy_scores`` ``[rows]`` for remax.
         clip: the limit. None: the batch is returned as it is.
 
     Raises:
@@ -28,8 +28,10 @@ def clipped_scores(data: DataProto, clip: float | None) -> tuple[DataProto, dict
     scores = torch.where(mask.bool(), scores, 0.0)
     sums = scores.sum(1)
     clipped = scores - outcome_scores(sums - sums.clamp(-clip, clip), mask)
-    share = _share_beyond(sums[mask.bool().any(1)], clip)
-    return data.with_tensors({"token_level_scores": clipped}), {"train/score_clipped": share}
+    share, limited = _share_beyond(sums[mask.bool().any(1)], clip), {"token_level_scores": clipped}
+    if "greedy_scores" in data.tensor_names:
+        limited["greedy_scores"] = columns(data, "greedy_scores")[0].clamp(-clip, clip)
+    return data.with_tensors(limited), {"train/score_clipped": share}
 
 
 def clipped_advantages(data: DataProto, clip: float | None) -> tuple[DataProto, dict[str, float]]:

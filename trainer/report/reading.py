@@ -22,6 +22,7 @@ from mcontroller.trace.recorder import MEMORY
 from mcontroller.trace.summary import calls_of
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
+from trainer.trackers import TRAIN
 
 POINTS = 400
 """Most points of a curve; each stands for equally many steps."""
@@ -65,14 +66,14 @@ class RunFiles:
         """Return what started the run and how far it is, as names and texts; a fact without a record is left out."""
         process, summary = self.process(), {name: value for name, value in self.summary.items() if value is not None}
         total = (self.config.get("trainer") or {}).get("total_training_steps")
-        last = last_records(self.directory / "metrics.jsonl")
+        metrics = self.directory / "metrics.jsonl"
         facts = {
             "command": process.get("command"),
             "host": process.get("host"),
             "commit": process.get("commit"),
             "versions": ", ".join(f"{name} {version}" for name, version in (process.get("versions") or {}).items()),
             "started": ", ".join(str(process.get("started")) for process in summary.get("processes", ())),
-            "step": f"{last[-1]['global_step']} of {total or 'unknown'}" if last else "",
+            "step": f"{last_step(metrics)} of {total or 'unknown'}" if metrics.is_file() else "",
             "saved step": self.saved.get("global_steps"),
             "restarts": summary.get("restarts", sum(map(_is_restart, self.failures))),
             "wall time": f"{summary['wall_s']:,.0f} s" if "wall_s" in summary else "",
@@ -140,13 +141,14 @@ def records_of(lines: bytes) -> Iterator[Record]:
             yield record
 
 
-def last_records(path: Path, size: int = 1 << 17) -> list[Record]:
-    """Return the objects with a step in the last ``size`` bytes of a file; none without a file."""
-    if not path.is_file():
-        return []
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        return [record for record in records_of(file.read()) if isinstance(record.get("global_step"), int)]
+def last_step(metrics: Path, size: int = 1 << 17) -> int:
+    """Return the last step in ``metrics.jsonl``, in its last ``size`` bytes; 0 in the warm-up, and without a file."""
+    if not metrics.is_file():
+        return 0
+    with open(metrics, "rb") as file:
+        file.seek(max(0, metrics.stat().st_size - size))
+        steps = [record for record in records_of(file.read()) if isinstance(record.get("global_step"), int)]
+    return int(steps[-1]["global_step"]) if steps and steps[-1].get("phase", TRAIN) == TRAIN else 0
 
 
 def read_metrics(path: Path) -> Curves:

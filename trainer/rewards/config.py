@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcontroller.config.checks import check_above, check_at_least
-from mcontroller.config.fields import strict_fields
+from mcontroller.config.checks import check_above, check_at_least, check_finite
+from mcontroller.config.fields import check_unused, strict_fields
 from mcontroller.errors import ConfigError
 from trainer.metrics import name_conflict
 
@@ -28,6 +28,9 @@ class RewardFunctionConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Other keyword arguments of every call."""
 
+    def __post_init__(self) -> None:
+        check_finite("weight", self.weight)
+
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,10 @@ class RewardsConfig:
     def __post_init__(self) -> None:
         check_at_least("rewards.processes", self.processes, 1)
         check_above("rewards.timeout_s", self.timeout_s, 0.0)
+        if self.failed_score is not None:
+            check_finite("rewards.failed_score", self.failed_score)
+        if not self.functions:
+            check_unused(self, ("processes", "timeout_s", "failed_score"), "rewards.", "without rewards.functions")
         for name in self.functions:
             if not name.replace("_", "").isalnum():
                 raise ConfigError(

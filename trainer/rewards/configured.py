@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from trainer.columns import columns, response_lengths
-from trainer.rewards.config import RewardsConfig
+from trainer.metrics import name_conflict
+from trainer.rewards.config import RESERVED_COLUMNS, RewardsConfig
 from trainer.rewards.processes import LoadedFunction, Sample, ScoreOutcome, ScoringProcesses, Task
 from trainer.rewards.reward import Reward, outcome_scores
 from trainer.rewards.trial import SHOWN, description_of, try_functions
@@ -113,8 +114,10 @@ class FunctionRewards:
         """
 
         def call(name: str, tried: Sequence[Sample]) -> Sequence[ScoreOutcome]:
-            outcomes = self.pool.run(self._tasks(name, self.functions[name], tried))[name]
-            return [outcomes[row] for row in range(len(tried))]
+            by_row = self.pool.run(self._tasks(name, self.functions[name], tried))[name]
+            outcomes = [by_row[row] for row in range(len(tried))]
+            self._other_values(name, outcomes)  # raises an error for the names of its values
+            return outcomes
 
         return try_functions(self.functions, training, call, held_out=held_out, must_apply=must_apply)
 
@@ -146,7 +149,7 @@ class FunctionRewards:
         shown = [
             {name: sample[name] for name in SHOWN}
             | {"score": total[row] if scored[row] else None}
-            | _values_of(row, reported)
+            | {column: None if math.isnan(values[row]) else values[row] for column, values in reported.items()}
             for row, sample in enumerate(samples)
         ]
         return Reward(outcome_scores(total, mask), reported, shown, scored=scored)
@@ -168,8 +171,16 @@ class FunctionRewards:
         return sample if function.takes_all else {key: value for key, value in sample.items() if key in function.names}
 
     def _other_values(self, name: str, outcomes: Sequence[ScoreOutcome]) -> dict[str, Sequence[float]]:
+        """Return the columns of the numbers that a function returns beside its scores.
+
+        Raises:
+            DataError: one has a name that samples or metrics have already.
+        """
         prefix = "" if len(self.functions) == 1 else f"{name}/"
         keys = dict.fromkeys(key for outcome in outcomes for key in outcome.values or {})
+        if conflict := name_conflict([f"{prefix}{key}" for key in keys], (*RESERVED_COLUMNS, *self.functions)):
+            text = f"the reward function {name!r} returned a value with the name {conflict[0]!r}, which metrics or "
+            raise DataError(f"{text}samples have already: give it another name", function=name, column=conflict[0])
         return {f"{prefix}{key}": [(outcome.values or {}).get(key, math.nan) for outcome in outcomes] for key in keys}
 
     def _report(self, name: str, outcomes: Sequence[ScoreOutcome], samples: Sequence[Sample]) -> None:
@@ -206,7 +217,3 @@ def check_functions(config: RewardsConfig) -> None:
             "rewards.functions is empty: add one, such as rewards.functions.mine.function=rewards.py:score",
             key="rewards.functions",
         )
-
-
-def _values_of(row: int, columns: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
-    return {name: None if math.isnan(values[row]) else values[row] for name, values in columns.items()}

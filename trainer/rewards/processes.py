@@ -24,6 +24,9 @@ from trainer.rewards.helper_process import HelperProcess, served
 MOMENT_S = 0.02
 """[s] Time for which the outcomes of fast samples are kept, to be returned together."""
 
+FAILURES = (Exception, SystemExit, asyncio.CancelledError)
+"""What a reward function may raise without ending its process: it is reported with its sample."""
+
 Sample = Mapping[str, Any]
 """The arguments of a reward function for one response, by name."""
 SERVER = "import sys; from trainer.rewards.processes import serve_descriptor; serve_descriptor(int(sys.argv[1]))"
@@ -107,18 +110,20 @@ class LoadedFunction:
     def _of_sample(self, sample: Sample) -> ScoreOutcome:
         try:
             return _checked(self.function(**self.arguments(sample)))
-        except (Exception, SystemExit) as error:  # a user's function can raise anything; it is reported with its sample
+        except FAILURES as error:
             return _failed(error)
 
     async def _concurrent(self, samples: Sequence[Sample], timeout_s: float) -> list[ScoreOutcome]:
         return list(await asyncio.gather(*(self._awaited(sample, timeout_s) for sample in samples)))
 
     async def _awaited(self, sample: Sample, timeout_s: float) -> ScoreOutcome:
+        deadline = asyncio.timeout(timeout_s)
         try:
-            return _checked(await asyncio.wait_for(self.function(**self.arguments(sample)), timeout_s))
-        except TimeoutError:
-            return ScoreOutcome(error=f"it did not return within {timeout_s:g} s")
-        except Exception as error:  # as in _of_sample
+            async with deadline:
+                return _checked(await self.function(**self.arguments(sample)))
+        except FAILURES as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                return ScoreOutcome(error=f"it did not return within {timeout_s:g} s")
             return _failed(error)
 
     def _of_batch(self, samples: Sequence[Sample]) -> list[ScoreOutcome]:
@@ -133,7 +138,7 @@ class LoadedFunction:
             values = result.tolist() if hasattr(result, "tolist") else list(result)
             if len(values) != len(samples):
                 raise ValueError(f"it returned {len(values)} scores for {len(samples)} samples")
-        except (Exception, SystemExit) as error:  # as in _of_sample
+        except FAILURES as error:
             return [_failed(error)] * len(samples)
         return [_outcome_or_error(value) for value in values]
 
@@ -166,7 +171,7 @@ def serve(connection: Connection) -> None:
 def _outcome_or_error(value: Any) -> ScoreOutcome:
     try:
         return _checked(value)
-    except (TypeError, ValueError) as error:
+    except FAILURES as error:
         return _failed(error)
 
 
@@ -175,19 +180,23 @@ def _checked(value: Any) -> ScoreOutcome:
     if isinstance(value, Mapping):
         if "score" not in value:
             raise TypeError(f"it returned a mapping with {', '.join(map(str, value))}; expected a key 'score'")
-        others = {str(name): _number(number) for name, number in value.items() if name != "score"}
-        score = value["score"]
-        return ScoreOutcome(None if score is None else _number(score), others)
-    return ScoreOutcome(None if value is None else _number(value))
+        values = {str(name): _number(number, f"{name!r}: ") for name, number in value.items()}
+        score = values.pop("score")
+        return ScoreOutcome(score, {name: number for name, number in values.items() if number is not None})
+    return ScoreOutcome(_number(value))
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, key: str = "") -> float | None:
+    """Return a number that a function returned, under ``key`` of a mapping; None for None."""
     if hasattr(value, "item"):
         value = value.item()
+    if value is None:
+        return None
     if not isinstance(value, numbers.Real):
-        raise TypeError(f"it returned {repr(value)[:60]} of type {type(value).__name__}; expected a number or None")
+        shown = f"{key}{repr(value)[:60]} of type {type(value).__name__}"
+        raise TypeError(f"it returned {shown}; expected a number or None")
     if not math.isfinite(value):
-        raise ValueError(f"it returned {value}; expected a finite number or None")
+        raise ValueError(f"it returned {key}{value}; expected a finite number or None")
     return float(value)
 
 

@@ -234,7 +234,8 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto, name: str = "the rewar
     """
     (mask,) = columns(batch, "response_mask")
     reward = _as_reward(complete(reward_fn(batch)), mask, name)
-    expected = tuple(mask.shape)
+    on_tokens = torch.as_tensor(reward.token_level_scores, dtype=torch.float32, device="cpu").detach()
+    reward, expected = replace(reward, token_level_scores=on_tokens), tuple(mask.shape)
     if tuple(reward.token_level_scores.shape) != expected:
         raise DataError(
             f"{name} returned token_level_scores of shape {tuple(reward.token_level_scores.shape)}; expected "

@@ -131,7 +131,7 @@ def _problems(config: RunConfig) -> list[str]:
         for key, path in models_without_weights(config).items()
     ]
     with closing(parts):
-        return [*parts.problem_lines(), *absent, *parts.try_rewards(), *chosen_lines(config)]
+        return [*parts.problem_lines(), *absent, *parts.try_rewards(config), *chosen_lines(config)]
 
 
 def _layout(config: RunConfig, key: str, role: RoleConfig) -> str:

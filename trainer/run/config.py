@@ -145,6 +145,9 @@ class RunConfig(PPOConfig):
         """Check the other pools; their roles are checked with the rest, see ``trainer.run.pools.pool_errors``."""
         for name, pool in self.pools.items():
             _check_nodes(f"pools.{name}.process_on_nodes", pool.process_on_nodes)
+        if len({*self.trackers}) < len(self.trackers):
+            text = f"trackers is {self.trackers}, in which a name occurs twice: every step would be logged twice"
+            raise ConfigError(text, key="trackers", value=self.trackers)
         if not {*self.trackers} - {"jsonl", "tensorboard"}:
             reason = f"with trackers={self.trackers}, whose files are in the run's directory"
             check_unused(self, ("project_name", "experiment_name"), "", reason)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mcontroller.errors import ConfigError
 from mcontroller.files import check_new_directory
 from trainer.run.config import tokenizer_files
-from trainer.run.conversion import add_layout_arguments, on_workers
+from trainer.run.convert_verb import add_layout_arguments, on_workers
 from trainer.run.resume_verb import config_of_run
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
 from mcontroller.files import check_new_directory
 from trainer.config import MultiTurnConfig, ValidationConfig
+from trainer.data.hf_tokenizer import check_tokens, has_tokenizer
 from trainer.data.prompts import Demonstrations, PromptRows, answer_of, demonstrations_of
 from trainer.data.sources import Records, load_records
 from trainer.data.stream import BatchStream, Mixture
 from trainer.data.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource
-from trainer.data.vocabulary import check_tokens, has_tokenizer
 from trainer.estimators.registry import ADVANTAGE_ESTIMATORS
 from trainer.rewards.configured import FunctionRewards, check_functions
 from trainer.rewards.processes import LoadedFunction, Sample
@@ -25,7 +25,6 @@ from trainer.rewards.trial import right_response
 from trainer.roles import Role, check_generates_alone, check_roles, role_workers
 from trainer.rollout.episodes import Demonstrating, Episodes
 from trainer.rollout.server.tool_calls import TOOL_FORMATS, tool_format
-from trainer.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from trainer.run.config import RunConfig
 from trainer.run.pools import check_layout, pool_errors, pools_of, role_layouts
 from trainer.run.recorded_rows import check_recorded_rows
@@ -58,7 +57,6 @@ class RunParts:
         rollout_fn: makes responses of several turns, if there is an episode.
         combine: makes one score of the functions' and the reward model's, if there are both.
         roles: the worker class of every role.
-        training_sets: the keys of the data sets that are trained on.
     """
 
     tokenizer: TextTokenizer
@@ -71,7 +69,6 @@ class RunParts:
     combine: CombineRewards | None
     roles: dict[Role, Any]
     prompts: Mapping[str, PromptRows]
-    training_sets: Sequence[str]
 
     def steps(self, config: RunConfig) -> int:
         """Return the steps of ``trainer.epochs`` passes over the problems, each of one batch."""
@@ -92,7 +89,7 @@ class RunParts:
         if self.rewards is not None:
             self.rewards.close()
 
-    def try_rewards(self) -> list[str]:
+    def try_rewards(self, config: RunConfig) -> list[str]:
         """Call every reward function with problems of each kind and their right answers as responses.
 
         Returns:
@@ -104,8 +101,8 @@ class RunParts:
         """
         if self.rewards is None:
             return []
-        training = {key: self._samples(rows) for key, rows in self.prompts.items() if key in self.training_sets}
-        held_out = {key: self._samples(rows) for key, rows in self.prompts.items() if key not in training}
+        held_out = {key: self._samples(rows) for key, rows in self.prompts.items()}
+        training = {key: held_out.pop(key) for key in config.data.training_sets()}
         must_apply = self.combine is None
         return self.rewards.check(training, held_out=held_out, must_apply=must_apply)
 
@@ -223,7 +220,6 @@ def make_parts(config: RunConfig) -> RunParts:
         combine=combine,
         roles=roles,
         prompts=problems.prompts,
-        training_sets=[*config.data.training_sets()],
     )
 
 
@@ -336,7 +332,7 @@ def read_problems(config: RunConfig, errors: CollectedErrors) -> Problems:
     evaluations = {}
     for name, dataset in data.evaluations.items():
         key = f"data.evaluations.{name}"
-        sampling = attempt(partial(dataset.sampling, config.validation))
+        sampling = attempt(partial(dataset.sampling, config.validation, key))
         if sampling is not None:
             attempt(partial(check_held_out_length, sampling, generates, key))
             if key in prompts:

@@ -23,12 +23,11 @@ from mcontroller.files import replace_text
 from mcontroller.trace.reading import read_trace
 from mcontroller.trace.recorder import FOLDER
 from mcontroller.trace.summary import summary_lines
-from trainer.curves import draw_curves
 from trainer.loop import RayPPOTrainer
-from trainer.report.reading import last_records, read_summary
+from trainer.report.curves import draw_curves
+from trainer.report.reading import last_step, read_summary
 from trainer.run.config import RunConfig
 from trainer.saving.run_record import RECORD, read_record
-from trainer.trackers import TRAIN
 
 _logger = logging.getLogger(__name__)
 SUMMARY = "summary.json"
@@ -52,7 +51,7 @@ class RunReport:
 
     def __init__(self, directory: Path, config: RunConfig, console: Console) -> None:
         self._directory, self._trainer, self._console = directory, config.trainer, console
-        self._began, self._done = time.perf_counter(), _last_step(directory / "metrics.jsonl")
+        self._began, self._done = time.perf_counter(), last_step(directory / "metrics.jsonl")
         self._process: dict[str, Any] = {
             "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "mcontroller"), *sys.argv[1:]]),
             "commit": _commit(),
@@ -83,11 +82,15 @@ class RunReport:
         Args:
             steps: steps of PPO that this process had done.
         """
-        try:
-            saved = read_record(Path(self._trainer.default_local_dir)).last.state.global_steps
-        except DataError:
+        checkpoints = Path(self._trainer.default_local_dir)
+        if not (checkpoints / RECORD).is_file():
             again = f", {steps} are lost; begin again with: python -m mcontroller resume {self._directory}"
             self._print("no step is saved" + (again if steps else ""))
+            return
+        try:
+            saved = read_record(checkpoints).last.state.global_steps
+        except DataError as error:
+            self._print(str(error))
             return
         lost = max(steps - saved, 0)
         self._print(
@@ -158,12 +161,6 @@ def rows_of(stages: Mapping[str, float], wall: float) -> list[tuple[str, float]]
     """Return the rows of the table of stages, the longest first; a negative one that would be shown as 0% is none."""
     shown = {name: seconds for name, seconds in stages.items() if seconds >= 0 or seconds < -LEAST_SHARE * wall}
     return [*sorted(shown.items(), key=lambda row: -row[1]), ("other", max(wall - sum(shown.values()), 0.0))]
-
-
-def _last_step(metrics: Path) -> int:
-    """Return the last step in ``metrics.jsonl``; 0 if there is none."""
-    record = next((last for last in reversed(last_records(metrics))), {})
-    return int(record["global_step"]) if record.get("phase") == TRAIN else 0
 
 
 def _commit() -> str | None:

@@ -31,7 +31,7 @@ from trainer.run.config import CONFIG_FILE, RunConfig, tokenizer_files
 from trainer.run.parts import RunParts, chosen_lines, make_parts, roles_of
 from trainer.run.pools import pools_of
 from trainer.run.recorded_rows import DATA, RecordedRows
-from trainer.run.run_report import RunReport
+from trainer.run.run_report import SUMMARY, RunReport
 from trainer.saving.checkpoints import LOCK
 from trainer.saving.preemption import PREEMPTED, Preempted, handling_signals
 from trainer.saving.run_record import RECORD, read_record
@@ -80,7 +80,7 @@ def train(config: RunConfig, console: Console) -> Path:
     for line in (*parts.problem_lines(), *chosen_lines(config)):
         console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
     try:
-        for line in parts.try_rewards():
+        for line in parts.try_rewards(config):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         acquire_lock(directory / LOCK, f"the run in {directory}")
         if _has_no_step(directory, config) and config.trainer.resume:
@@ -286,7 +286,7 @@ def _has_no_step(directory: Path, config: RunConfig) -> bool:
 
 
 def _check_unused(directory: Path, checkpoints: Path) -> None:
-    if (directory / "metrics.jsonl").exists():
+    if any((directory / name).exists() for name in ("metrics.jsonl", SUMMARY)):
         raise ConfigError(
             f"run_dir {directory} contains a run already: set another one, or resume it with mcontroller resume "
             f"{directory}",

@@ -154,17 +154,12 @@ class RunCheckpoints:
             self._complete(record)
         self._delete(f"{_STAGED}*")
 
-    def load(self, groups: Mapping[str, WorkerGroup]) -> RunState:
-        """Load the last save of the run into all groups, or the newest earlier one that is whole, and return its state.
-
-        Args:
-            groups: the groups to load, by name.
+    def check(self, groups: Collection[str]) -> RunRecord:
+        """Return the record of the run, whose saves are of the groups with these names.
 
         Raises:
-            DataError: there is no record, it is damaged, it names other groups, no save is whole, or another process
-                uses the directory. Nothing has changed.
+            DataError: there is no record, it is damaged, or it names other groups.
         """
-        self._lock()
         record = read_record(self.directory)
         saved_groups = set(record.last.groups) - {_IN_FLIGHT}
         if saved_groups != set(groups):
@@ -174,6 +169,19 @@ class RunCheckpoints:
                 saved=sorted(saved_groups),
                 groups=sorted(groups),
             )
+        return record
+
+    def load(self, groups: Mapping[str, WorkerGroup]) -> RunState:
+        """Load the last save of the run into all groups, or the newest earlier one that is whole, and return its state.
+
+        Args:
+            groups: the groups to load, by name.
+
+        Raises:
+            DataError: see ``check``; or no save is whole, or another process uses the directory. Nothing has changed.
+        """
+        self._lock()
+        record = self.check(groups)
         save, paths, batches, self.damaged = newest_whole_save(self.directory, record, groups)
         for step, damage in self.damaged.items():
             _logger.warning("the checkpoint of step %d is damaged, all groups use an earlier one: %s", step, damage)
@@ -182,10 +190,6 @@ class RunCheckpoints:
             group.load_checkpoint(paths[name])
         self.recover()
         return replace(save.state, in_flight=batches)
-
-    def fallbacks(self) -> list[str]:
-        """Return a line for each damaged save that the last ``load`` has passed over."""
-        return [f"the checkpoint of step {step} is damaged ({damage})" for step, damage in self.damaged.items()]
 
     def finish_if_written(self) -> None:
         """Finish the save in flight, if there is one and all groups have written it."""
@@ -284,12 +288,14 @@ class RunCheckpoints:
 
     def _publish(self, writing: _Writing) -> RunRecord:
         """Replace the record: from now on the run has the new checkpoints."""
-        state, before = writing.state, self._record()
+        state, before, damaged = writing.state, self._record(), self.damaged
         places = {name: str(Path(name) / path.name) for name, path in writing.written.items()}
         saves = () if before is None else before.saves()
-        earlier = tuple(save for save in saves if save.state.global_steps < state.global_steps)
+        earlier = tuple(
+            save for save in saves if save.state.global_steps < state.global_steps or save.state.global_steps in damaged
+        )
         value = state.value if state.value is not None and math.isfinite(state.value) else None
-        whole = tuple(save for save in earlier if save.state.global_steps not in self.damaged)
+        whole = tuple(save for save in earlier if save.state.global_steps not in damaged)
         kept = self._kept(whole, value)
         needed = {*places.values(), *(place for save in kept for place in save.groups.values())}
         record = RunRecord(

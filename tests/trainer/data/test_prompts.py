@@ -123,8 +123,8 @@ def test_a_tokenizer_without_a_chat_template_is_rejected_for_chat_messages(tmp_p
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    from trainer.data import hf_tokenizer  # noqa: F401  # registers it
     from trainer.data.tokenizers import TOKENIZERS, TokenizerSource
-    from trainer.run import hf_tokenizer  # noqa: F401  # registers it
 
     core = Tokenizer(models.WordLevel({"<eos>": 0, "hi": 1, "user": 2, "<unk>": 3}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -150,8 +150,8 @@ def test_generation_config_and_arguments_of_the_template_are_used(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    from trainer.data.hf_tokenizer import HuggingFaceTokenizer
     from trainer.data.tokenizers import TokenizerConfig, TokenizerSource
-    from trainer.run.hf_tokenizer import HuggingFaceTokenizer
 
     core = Tokenizer(models.WordLevel({"<eos>": 0, "hi": 1, "<turn>": 2, "<unk>": 3}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -179,7 +179,7 @@ def test_prompts_that_are_texts_begin_as_the_tokenizer_begins_them(template, tmp
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    from trainer.run.hf_tokenizer import HuggingFaceTokenizer
+    from trainer.data.hf_tokenizer import HuggingFaceTokenizer
 
     names = ["<eos>", "<bos>", "<hi>", "<unk>", "one", "two"]
     core = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
@@ -199,7 +199,7 @@ def test_prompts_that_are_texts_begin_as_the_tokenizer_begins_them(template, tmp
 def test_damaged_and_missing_files_of_a_tokenizer_are_rejected_with_their_name(tmp_path):
     """Without its vocabulary, transformers makes a tokenizer that has no tokens."""
     pytest.importorskip("transformers", reason="the extra hf: no transformers")
-    from trainer.run.hf_tokenizer import HuggingFaceTokenizer
+    from trainer.data.hf_tokenizer import HuggingFaceTokenizer
 
     def error() -> str:
         with pytest.raises(ConfigError) as raised:
@@ -212,6 +212,6 @@ def test_damaged_and_missing_files_of_a_tokenizer_are_rejected_with_their_name(t
     assert "it has none of merges.txt, tokenizer.json, vocab.json" in error()
     for content in ("", "[]", '{"a', "{}"):
         (tmp_path / "tokenizer.json").write_text(content)
-        assert f"transformers cannot load the tokenizer in {str(tmp_path)!r}" in error()
+        assert f"cannot load the tokenizer in tokenizer.path {str(tmp_path)!r}" in error()
     (tmp_path / "chat_template.jinja").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 1\n")
     assert "chat_template.jinja' is a pointer of Git LFS" in error()

@@ -19,8 +19,8 @@ import yaml
 from mcontroller.cli.main import main
 from mcontroller.trace.recorder import FOLDER, MEMORY, TraceRecorder
 from trainer import trackers
-from trainer.curves import CURVES
 from trainer.report import reading
+from trainer.report.curves import CURVES
 from trainer.report.reading import POINTS, SAMPLE_BYTES, few_points, read_samples, role_grids
 from trainer.trackers import JsonlTracker, Run
 

@@ -47,8 +47,28 @@ def returns_text(response):
 
 
 async def slow(response):
+    """Return after a moment, or fail in the way that the response names."""
     await asyncio.sleep(60 if response == "hang" else 0.3)
+    if response == "exit":
+        raise SystemExit(3)
+    if response == "cancel":
+        raise asyncio.CancelledError
+    if response == "timeout":
+        raise TimeoutError("the judge did not answer")
     return 1.0
+
+
+def huge(response):
+    """Return an integer that is no float for every response of several characters."""
+    return [1 if len(text) == 1 else 10**400 for text in response]
+
+
+def none_beside(response):
+    return {"score": 1.0, "length": len(response), "depth": None}
+
+
+def hides_the_response(response):
+    return {"score": 1.0, "response": 2.0}
 
 
 def process_id(response):

@@ -81,6 +81,30 @@ def test_failures_are_reported_with_their_sample_and_do_not_lose_the_batch(caplo
 
 
 @PROCESSES
+def test_what_a_function_raises_costs_its_own_sample(caplog):
+    """An async function that exits, is cancelled or has a timeout of its own; a value of a batch that is no number."""
+    functions = rewards(slow="slow", huge=("huge", {"batch": True}), none="none_beside")
+    with caplog.at_level(logging.WARNING):
+        reward = functions(batch(["a", "exit", "cancel", "timeout", "b"]))
+    functions.close()
+    assert reward.columns["slow"] == [1.0, 0, 0, 0, 1.0] and reward.columns["huge"] == [1.0, 0, 0, 0, 1.0]
+    assert reward.columns["none"] == [1.0] * 5 and reward.columns["none/length"] == [1.0, 4, 6, 7, 1]
+    assert "none/depth" not in reward.columns
+    assert "Sample 3: TimeoutError: the judge did not answer" in caplog.text and "exit code" not in caplog.text
+
+
+@PROCESSES
+def test_a_value_with_the_name_of_another_column_is_rejected_in_the_trial():
+    sample = {"prompt": "1 + 1 =", "response": "2", "answer": "2"}
+    for name, functions in {"response": {"mine": "hides_the_response"}, "length": {"length": "none_beside"}}.items():
+        scoring = rewards(**functions)
+        with pytest.raises(DataError) as caught:
+            scoring.check({"data.train": [sample]})
+        scoring.close()
+        assert (caught.value.function, caught.value.column) == (next(iter(functions)), name)
+
+
+@PROCESSES
 def test_a_batch_that_was_started_early_has_the_same_scores():
     functions = rewards(right="right")
     given = batch(["4", "no"], ["4", "5"])

@@ -30,6 +30,14 @@ def test_one_score_per_response_is_enough(scores):
     assert rewarded(lambda batch: scores, BATCH).token_level_scores.tolist() == [[0, 1, 0], [0, 0, 0], [2, 0, 0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64])
+def test_scores_of_tokens_are_float32_without_gradients(dtype):
+    scores = torch.tensor([[0, 1, 0], [0, 0, 1], [1, 0, 0]], dtype=dtype)
+    reward = rewarded(lambda batch: scores.requires_grad_(dtype.is_floating_point), BATCH)
+    assert reward.token_level_scores.dtype == torch.float32 and not reward.token_level_scores.requires_grad
+    assert reward.row_scores().tolist() == [1.0, 1.0, 1.0]
+
+
 def test_an_async_reward_function_is_awaited():
     async def later(batch):
         await asyncio.sleep(0)

@@ -14,9 +14,9 @@ import ray
 from mcontroller.cli.main import main
 from mcontroller.errors import ConfigError
 from mcontroller.files import acquire_lock
+from trainer.data.hf_tokenizer import HuggingFaceTokenizer
 from trainer.data.tokenizers import TokenizerSource
 from trainer.run.config import read_run_config
-from trainer.run.hf_tokenizer import HuggingFaceTokenizer
 from trainer.run.parts import make_parts
 
 RUN = """
@@ -91,8 +91,9 @@ def error_of(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
 
 def trial(*overrides: str) -> list[str]:
     """What ``check`` and ``train`` print of the trial of the reward functions."""
-    with closing(make_parts(read_run_config("run.yaml", overrides))) as parts:
-        return parts.try_rewards()
+    config = read_run_config("run.yaml", overrides)
+    with closing(make_parts(config)) as parts:
+        return parts.try_rewards(config)
 
 
 @pytest.mark.parametrize(

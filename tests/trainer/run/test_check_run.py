@@ -136,8 +136,9 @@ def test_one_mistake_is_one_error_with_the_whole_key(config_file, mistake, key):
     assert raised.value.key == key and "errors" not in raised.value.fields
 
 
-def test_check_rejects_the_directory_of_another_run_as_train_does(config_file, tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
+@pytest.mark.parametrize("file", ["metrics.jsonl", "summary.json"])
+def test_check_rejects_the_directory_of_another_run_as_train_does(config_file, tmp_path, file):
+    (tmp_path / file).touch()
     with pytest.raises(ConfigError) as raised:
         check(config_file, f"run_dir={tmp_path}")
     assert raised.value.key == "run_dir"

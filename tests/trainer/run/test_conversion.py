@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tests.workers.weights.test_hf_fields import QWEN_3_CODER, read
-from trainer.run.conversion import add_layout_arguments, layout_of_arguments
+from trainer.run.convert_verb import add_layout_arguments, layout_of_arguments
 from workers.config.fit import check_fit
 
 

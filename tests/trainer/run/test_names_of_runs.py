@@ -29,3 +29,9 @@ def test_names_that_no_tracker_shows_are_rejected(tmp_path: Path, override: str)
         with pytest.raises(ConfigError) as caught:
             names(tmp_path, override, f"trackers={trackers}")
         assert override.startswith(str(caught.value.key))
+
+
+def test_a_tracker_that_occurs_twice_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        names(tmp_path, "trackers=[jsonl, jsonl]")
+    assert caught.value.key == "trackers"

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mcontroller.errors import ConfigError, DataError
 from trainer.data.config import DatasetConfig, ProblemsConfig
+from trainer.data.hf_tokenizer import HuggingFaceTokenizer
 from trainer.data.prompts import Demonstrations, PromptRows
 from trainer.data.sources import Records, load_records
 from trainer.data.tokenizers import TokenizerSource
-from trainer.run.hf_tokenizer import HuggingFaceTokenizer
 
 FORMATS = [
     "jsonl",

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from tests.trainer.run.test_check_run import config_file  # noqa: F401 - a fixture
-from trainer.curves import draw_curves
+from trainer.report.curves import draw_curves
+from trainer.report.reading import last_step
 from trainer.run import run_report
 from trainer.run.config import read_run_config
 from trainer.run.run_report import SUMMARY, RunReport, rows_of
@@ -39,6 +40,12 @@ def test_a_run_says_what_started_it_what_is_saved_and_how_to_go_on(config_file: 
     write_record(tmp_path / "checkpoints", RunRecord(saved))
     report.end_early(67)
     assert printed.getvalue().endswith(f"step 65 of 120 is saved, 2 later steps are lost; continue with: {resume}")
+    record = tmp_path / "checkpoints" / "trainer.json"
+    whole = record.read_text()
+    record.write_text(whole[:20])
+    report.end_early(67)
+    assert f"the record of the run, {record}, is damaged" in printed.getvalue().splitlines()[-1]
+    record.write_text(whole)
 
     lines = [json.dumps({"global_step": step, "phase": TRAIN}) for step in (66, 67)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"global_st']))  # as a killed process leaves it
@@ -70,7 +77,9 @@ def test_damaged_files_of_an_earlier_process_do_not_end_a_run(
     with caplog.at_level(logging.WARNING):
         report.begin()
     assert f"{tmp_path / SUMMARY} is damaged" in caplog.text and len(caplog.messages) == 1
-    assert run_report._last_step(tmp_path / "metrics.jsonl") == 3
+    assert last_step(tmp_path / "metrics.jsonl") == 3
+    (tmp_path / "warm_up.jsonl").write_text("""{"global_step": 9, "phase": "warm_up"}\n""")
+    assert last_step(tmp_path / "warm_up.jsonl") == 0
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained" / "metrics.jsonl").write_text(
         '{"global_step": 1, "phase": "train", "train/score": 0.5}\nnull\n{"a"'

@@ -92,7 +92,10 @@ def test_wrong_sections_are_reported_together_with_their_keys(tmp_path: Path) ->
     ).within(tmp_path)
     with pytest.raises(ConfigError) as raised:
         make_parts(config)
-    assert {error.key for error in raised.value.errors} == {"data.evaluations.long.response_length", "validation.n"}
+    assert {error.key for error in raised.value.errors} == {
+        "data.evaluations.long.response_length",
+        "data.evaluations.equal.n",
+    }
     missing = dataclasses.replace(config, data=dataclasses.replace(config.data, mixture={}))
     with pytest.raises(ConfigError) as caught:
         check_files(missing)

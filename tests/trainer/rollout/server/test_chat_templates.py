@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from trainer.data.hf_tokenizer import HuggingFaceTokenizer
 from trainer.data.tokenizers import TokenizerSource
 from trainer.rollout.server.chat_requests import ChatRequest
 from trainer.rollout.server.sessions import ChatSession
 from trainer.rollout.server.tool_calls import ToolFormat
 from trainer.rollout.trajectory import Trajectory
-from trainer.run.hf_tokenizer import HuggingFaceTokenizer
 
 FAMILIES = {
     "qwen2.5": (["<|im_end|>"], True),

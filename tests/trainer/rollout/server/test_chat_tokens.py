@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mcontroller.errors import DataError
+from trainer.data.hf_tokenizer import HuggingFaceTokenizer
 from trainer.data.tokenizers import TokenizerSource
 from trainer.rollout.server.chat_tokens import rendered_text, text_after_reply, tokens_after_reply
-from trainer.run.hf_tokenizer import HuggingFaceTokenizer
 
 CHATML = """
 {%- if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face, with their chat templates."""
+"""Tokenizers of Hugging Face, with their chat templates; whether a model has the vocabulary of another one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from mcontroller.config.imports import import_extra
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import is_lfs_pointer
 from trainer.data.prompts import from_json
-from trainer.data.tokenizers import TOKENIZERS, Message, TokenizerSource
+from trainer.data.tokenizers import TOKENIZERS, Message, TextTokenizer, TokenizerSource
 from workers.weights.hf.config import stop_tokens_of
+
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tiktoken.model")
+"""A directory with one of these has a tokenizer."""
 
 
 @TOKENIZERS.register("huggingface")
@@ -38,18 +41,7 @@ class HuggingFaceTokenizer:
             )
         if not Path(source.path).is_dir():
             raise ConfigError(f"tokenizer.path {source.path!r} is not a directory", key="tokenizer.path")
-        _check_files(Path(source.path))
-        transformers = import_extra("transformers", "hf", "tokenizer.kind")
-        try:
-            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                source.path, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # damaged files raise anything: tokenizers has an exception without a class
-            raise ConfigError(
-                f"transformers cannot load the tokenizer in {source.path!r}: {' '.join(str(error).split())[:400]}",
-                key="tokenizer.path",
-                value=source.path,
-            ) from error
+        self.tokenizer = _loaded(source.path, "tokenizer.path")
         names = {"tokenizer.json", *self.tokenizer.vocab_files_names.values()}
         if not any((Path(source.path) / name).is_file() for name in names):  # transformers makes one without tokens
             raise ConfigError(
@@ -144,12 +136,64 @@ class HuggingFaceTokenizer:
         self.tokenizer.save_pretrained(str(directory / "tokenizer"))
 
 
-def _check_files(directory: Path) -> None:
-    """Raise ConfigError if a file that transformers may read is a pointer of Git LFS."""
-    for path in sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors"):
+def _loaded(directory: str, key: str) -> Any:
+    """Return the tokenizer in a directory.
+
+    Args:
+        directory: the directory.
+        key: its key in the configuration.
+
+    Raises:
+        ConfigError: transformers cannot load it or is not installed, or one of the files is a pointer of Git LFS.
+    """
+    files = [file for file in Path(directory).iterdir() if file.is_file() and file.suffix != ".safetensors"]
+    for path in sorted(files):
         if is_lfs_pointer(path):
-            text = f"{str(path)!r} is a pointer of Git LFS, not the file: run `git lfs pull` in {str(directory)!r}"
-            raise ConfigError(text, key="tokenizer.path", value=str(directory))
+            text = f"{str(path)!r} is a pointer of Git LFS, not the file: run `git lfs pull` in {directory!r}"
+            raise ConfigError(text, key=key, value=directory)
+    transformers = import_extra("transformers", "hf", key)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # damaged files raise anything: tokenizers has an exception without a class
+        text = f"transformers cannot load the tokenizer in {key} {directory!r}: {' '.join(str(error).split())[:400]}"
+        raise ConfigError(text, key=key, value=directory) from error
+
+
+def has_tokenizer(directory: str) -> bool:
+    """Return whether there is a tokenizer in the directory of a model."""
+    return any(Path(directory, name).is_file() for name in FILES)
+
+
+def check_tokens(directory: str, key: str, policy: TextTokenizer) -> None:
+    """Raise ConfigError if the tokenizer in a model's directory has other ids than the policy's.
+
+    Args:
+        directory: the directory.
+        key: its key in the configuration.
+        policy: the tokenizer of the policy; one that is not Hugging Face's is not compared.
+    """
+    other = _loaded(directory, key)
+    different = _different_ids(policy.tokenizer, other) if isinstance(policy, HuggingFaceTokenizer) else {}
+    if different:
+        shown, (of_policy, of_model) = next(iter(different.items()))
+        raise ConfigError(
+            f"{key} {directory!r} has another vocabulary than the policy, whose token ids it gets: {len(different)} of "
+            f"{policy.vocab_size} token ids differ, such as {shown}: {of_policy} for the policy, {of_model} for the "
+            "model. Use a model with the same vocabulary; for a reward, a "
+            "reward function can send texts to the model instead",
+            key=key,
+            value=directory,
+        )
+
+
+def _different_ids(policy: Any, other: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the ids that are other tokens, or none: that may be if the token was added to the policy's vocabulary."""
+    tokens, added = {number: token for token, number in other.get_vocab().items()}, policy.get_added_vocab()
+    return {
+        f"id {number}": (repr(token), repr(tokens.get(number)))
+        for token, number in sorted(policy.get_vocab().items(), key=lambda item: item[1])
+        if tokens.get(number, token if token in added else None) != token
+    }
 
 
 def _with_mappings(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.curves import draw_curves
+from trainer.report.curves import draw_curves
 
 image = pytest.importorskip("matplotlib.image")
 
