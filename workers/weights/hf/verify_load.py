@@ -89,8 +89,8 @@ def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContex
             raise DataError(
                 f"{difference.name} of the model at {model.hf_path} differs from transformers: {difference.share:.0%} "
                 f"of {_TOKENS} tokens by more than rounding, by up to {difference.relative:.1e} of their length. Its "
-                "weights or its configuration are read or written wrongly: report it, or set model.verify_load=off; in a "
-                "family that you are adding, look at names, inert and fields_from",
+                "weights or its configuration are read or written wrongly: report it, or set model.verify_load=off; in "
+                "a family that you are adding, look at names, inert and fields_from",
                 layer=difference.name,
             )
     largest, seconds = max(difference.relative for difference in everywhere), time.perf_counter() - started
