@@ -177,17 +177,19 @@ def is_lfs_pointer(path: Path) -> bool:
         return file.read(64).startswith(b"version https://git-lfs.github.com/spec/")
 
 
-def delete_with_links(directory: Path) -> None:
+def delete_obsolete(directory: Path) -> None:
     """Delete a directory, and first the links next to it that name it; nothing if it does not exist.
 
-    Raises:
-        OSError: it cannot be deleted.
+    If that fails, log a warning: what replaces the directory is complete without it.
     """
-    if directory.parent.is_dir():
-        for link in directory.parent.iterdir():
-            if link.is_symlink() and os.readlink(link) == directory.name:
-                link.unlink()
-    delete_directory(directory)
+    try:
+        if directory.parent.is_dir():
+            for link in directory.parent.iterdir():
+                if link.is_symlink() and os.readlink(link) == directory.name:
+                    link.unlink()
+        delete_directory(directory)
+    except OSError as error:
+        _logger.warning("%s is not needed any more, and cannot be deleted: %s", directory, error)
 
 
 def delete_directory(directory: Path) -> None:

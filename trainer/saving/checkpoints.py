@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from mcontroller.errors import DataError, GroupBroken, MControllerError, WorkerError
-from mcontroller.files import acquire_lock, delete_with_links, free_space, release_lock, sync_directory
+from mcontroller.files import acquire_lock, delete_obsolete, free_space, release_lock, sync_directory
 from mcontroller.group import WorkerGroup
 from trainer.config import TrainerConfig
 from trainer.saving.run_record import (
@@ -333,7 +333,7 @@ class RunCheckpoints:
             for place in map(self.directory.joinpath, record.last.groups.values()):
                 _move(place.with_name(record.staged), place)
         for obsolete in record.obsolete:
-            delete_with_links(self.directory / obsolete)
+            delete_obsolete(self.directory / obsolete)
         write_record(self.directory, replace(record, staged="", obsolete=()))
 
 

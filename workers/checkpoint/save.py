@@ -26,7 +26,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import logging
 import os
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,7 +49,7 @@ from torch.utils.serialization import config as serialization
 from mcontroller.errors import ConfigError, DataError, before_changes
 from mcontroller.files import (
     delete_directory,
-    delete_with_links,
+    delete_obsolete,
     discard_directory,
     free_space,
     partial_path,
@@ -74,7 +73,6 @@ from workers.checkpoint.optimizer_state import buckets_to_save
 from workers.checkpoint.state import layout_of, sharded_state, vocab_size_of
 from workers.train.state import TrainingState
 
-_logger = logging.getLogger(__name__)
 _CHUNK = 1 << 22
 _LOCK = ".save.lock"
 _LINK = "iter_{:07d}"
@@ -376,7 +374,7 @@ def _replace(target: Path, manifest: Manifest) -> None:
         delete_directory(replaced)
         target.rename(replaced)
         partial.rename(target)
-        _delete(replaced)
+        delete_obsolete(replaced)
     else:
         partial.rename(target)
     replace_text(target.with_name(LATEST), target.name)
@@ -397,14 +395,6 @@ def _delete_old(target: Path, keep: int) -> None:
     saved = map(_step_of, target.parent.glob(STEP.format("[0-9]*")))
     steps = sorted(step for step in saved if checkpoint_path(target.parent, step) != target)
     for step in steps[: max(len(steps) + 1 - keep, 0)]:
-        _delete(checkpoint_path(target.parent, step))
+        delete_obsolete(checkpoint_path(target.parent, step))
     for interrupted in target.parent.glob(f".{STEP.format('[0-9]*')}.*"):
-        _delete(interrupted)
-
-
-def _delete(directory: Path) -> None:
-    """Delete what is not needed any more, or warn: the new checkpoint is complete without it."""
-    try:
-        delete_with_links(directory)
-    except OSError as error:
-        _logger.warning("the old checkpoint %s cannot be deleted: %s", directory, error)
+        delete_obsolete(interrupted)
