@@ -79,7 +79,7 @@ class RayPPOTrainer(RunLifecycle):
                 try:
                     if self.global_steps == 0:
                         self.warm_up()
-                        if options.val_before_train and self.evaluations:
+                        if options.val_before_train:
                             self.log(self.validate())
                     self._show_start()
                     while not self.is_last_step():

@@ -165,4 +165,4 @@ def test_a_resumed_run_equals_one_without_an_interruption(tmp_path: Path, stalen
         return
     whole, of_whole = saved("whole", 4)
     assert equal(whole, resumed)
-    assert {**first, **second} == of_whole and list(of_whole) == [1, 2, 3, 4]
+    assert {**first, **second} == of_whole and list(of_whole) == [0, 1, 2, 3, 4]

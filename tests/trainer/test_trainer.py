@@ -133,7 +133,7 @@ def test_held_out_means_weigh_every_problem_once_for_any_batch_size():
 
 
 def test_an_estimator_without_a_critic_starts_none():
-    algorithm = AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=False)
+    algorithm = AlgorithmConfig(adv_estimator="reinforce_plus_plus", use_kl_in_reward=False)
     config = dataclasses.replace(toy_config(2), algorithm=algorithm)
     with started(toy_trainer(config)) as trainer:
         trainer.fit()
