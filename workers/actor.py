@@ -561,7 +561,7 @@ class ActorRolloutRefWorker(ModelWorker):
             counted = int((tensors["response_mask"] != 0).any(1).sum()) if "response_mask" in tensors else len(data)
             rows_of_all = sum(self.batcher.gather(counted))
             if not self.updates_once(self.config, rows_of_all, data.meta_info.get("n", 1)):
-                columns = [*columns, "old_log_probs"]
+                columns = [*columns, "old_log_probs"]  # of the policy before the first of several steps
         rows = self._rows(data, method, columns, replay=True)
         mismatch = "rollout_log_probs" in rows.columns and not self.overrides(ActorRolloutRefWorker.loss)
         return rows, {**self.metric_rules(), **(MISMATCH if mismatch else {})}

@@ -68,7 +68,7 @@ class Registry(Mapping[str, T], Generic[T]):
             hint = f"did you mean {' or '.join(close)}? " if close else ""
             raise ConfigError(
                 f"{key or self.key} is {name!r}, and there is no such {self.kind}: {hint}"
-                f"registered are {', '.join(self._entries) or 'none: name the module that registers it in imports'}",
+                f"registered are {', '.join(self._entries) or 'none'}; name a module that registers it in imports",
                 key=key or self.key,
                 value=name,
                 close_matches=close,

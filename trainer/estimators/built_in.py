@@ -197,7 +197,9 @@ def groups_of(data: DataProto) -> Groups:
         DataError: the batch has no non-tensor column ``uid``.
     """
     if "uid" not in data.non_tensor_batch:
-        raise DataError("advantages relative to a group need the non-tensor column 'uid'", columns=["uid"])
+        hint = "; it is a tensor: pass it among the arrays, DataProto.from_dict(tensors, {'uid': ...})"
+        text = "advantages relative to a group need the non-tensor column 'uid'"
+        raise DataError(text + hint * ("uid" in data.tensor_names), columns=["uid"])
     uids: Sequence[Hashable] = data.non_tensor_batch["uid"].tolist()
     number = {uid: index for index, uid in enumerate(dict.fromkeys(uids))}
     return Groups(torch.tensor([number[uid] for uid in uids], dtype=torch.long))

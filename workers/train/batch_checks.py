@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcontroller.errors import ConfigError, DataError
 
+_ADVICE = "; compute_log_prob makes old_log_probs, which several optimizer steps with a batch need"
 TOP_COLUMNS = ("top_ids", "top_log_probs")
 """Columns ``[rows, response, k]``: the most likely tokens of a teacher, and their log-probabilities."""
 
@@ -78,7 +79,7 @@ def require_columns(columns: Mapping[str, Tensor], names: Sequence[str], method:
     if missing:
         raise DataError(
             f"{method} needs the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}; "
-            f"the batch has {sorted(columns)}",
+            f"the batch has {sorted(columns)}{_ADVICE if 'old_log_probs' in missing else ''}",
             method=method,
             missing=missing,
             present=sorted(columns),

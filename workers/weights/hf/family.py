@@ -7,10 +7,10 @@ module that the module of your worker imports::
     from workers import register_model_family
     from workers.weights.hf.families.llama import Llama
 
-    @register_model_family("granite")
-    class Granite(Llama):
-        architecture = "Granite"
-        only_built = {**Llama.only_built, "embedding_multiplier": (1,)}
+    @register_model_family("my_llama")
+    class MyLlama(Llama):
+        architecture = "MyLlama"
+        only_built = {**Llama.only_built, "logit_scale": (1.0,)}
 """
 
 from __future__ import annotations
