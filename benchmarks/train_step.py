@@ -24,6 +24,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -85,7 +86,10 @@ class Plain:
         options = [f"--{name}={value}" for name, value in {"port": self.store.port, **sizes}.items()]
         torchrun = [sys.executable, "-c", TORCHRUN, "--standalone", f"--nproc_per_node={WORLD_SIZE}"]
         script = str(Path(__file__).parent / "parts" / "train_step_plain.py")
-        self.process = subprocess.Popen([*torchrun, script, *options], stderr=subprocess.DEVNULL)
+        errors, name = tempfile.mkstemp()  # warnings of eight ranks, and why one of them ended
+        self.errors = Path(name)
+        self.process = subprocess.Popen([*torchrun, script, *options], stderr=errors)
+        os.close(errors)
         self.pids = [int(answer) for answer in self._answers("ready")]
         self.rounds = 0
 
@@ -104,13 +108,15 @@ class Plain:
         self.store.set("build", "")
         self.store.set(f"round/{self.rounds}", "[]")
         self.process.wait()
+        self.errors.unlink()
 
     def _answers(self, key: str) -> list[bytes]:
         """Wait until every rank has answered, and return the answers."""
         keys = [f"{key}/{rank}" for rank in range(WORLD_SIZE)]
         while not self.store.check(keys):
             if self.process.poll() is not None:
-                raise SystemExit(f"the plain loop ended with status {self.process.returncode}")
+                last = self.errors.read_text().strip()[-2000:]
+                raise SystemExit(f"{last}\nthe plain loop ended with status {self.process.returncode}")
             time.sleep(0.05)
         return [self.store.get(key) for key in keys]
 

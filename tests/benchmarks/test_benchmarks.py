@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -163,3 +166,11 @@ def steps_of_worker(model: Any) -> Any:
         step(2)
     losses, norms = ([made.get(f"sft/{name}", 0.0) for made in metrics] for name in ("loss", "grad_norm"))
     return (losses, norms), products.counts
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("part", ["train_step_plain.py", "train_step_gpu.py"])
+def test_a_part_is_a_program_that_finds_its_modules_by_itself(part: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(Path(train_step_plain.__file__).with_name(part)), "--help"]
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
