@@ -28,14 +28,33 @@ _OF_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "rotary_seq_len_interpolation_factor": (1, None),
 }
 # Fields of TransformerConfig with which Megatron-LM's training loop runs, and this project does in its own way.
-_OF_TRAINING_LOOP = """
-    config_logger_dir cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl
-    cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool cuda_graph_warmup_steps
-    defer_embedding_wgrad_compute enable_cuda_graph external_cuda_graph fine_grained_activation_offloading
-    flash_decode hybrid_context_parallel inference_rng_tracker inference_sampling_seed init_model_with_meta_device
-    log_max_attention_logit moe_enable_routing_replay overlap_moe_expert_parallel_comm perform_initialization
-    tp_comm_overlap use_te_rng_tracker
-"""
+_OF_TRAINING_LOOP = frozenset(
+    (
+        "config_logger_dir",
+        "cross_entropy_fusion_impl",
+        "cross_entropy_loss_fusion",
+        "cuda_graph_impl",
+        "cuda_graph_retain_backward_graph",
+        "cuda_graph_scope",
+        "cuda_graph_use_single_mempool",
+        "cuda_graph_warmup_steps",
+        "defer_embedding_wgrad_compute",
+        "enable_cuda_graph",
+        "external_cuda_graph",
+        "fine_grained_activation_offloading",
+        "flash_decode",
+        "hybrid_context_parallel",
+        "inference_rng_tracker",
+        "inference_sampling_seed",
+        "init_model_with_meta_device",
+        "log_max_attention_logit",
+        "moe_enable_routing_replay",
+        "overlap_moe_expert_parallel_comm",
+        "perform_initialization",
+        "tp_comm_overlap",
+        "use_te_rng_tracker",
+    )
+)
 
 
 def model_config_from_megatron(
@@ -161,7 +180,7 @@ def _check_computed(source: Any, model: ModelConfig, changes: Mapping[str, Any])
         theirs |= {name: getattr(source, name, None) for name in _OF_ARGUMENTS}
         theirs["num_query_groups"] = built["num_query_groups"]  # a number even if attention is not grouped
     for name, value in theirs.items():
-        if name not in of_model | set(_OF_TRAINING_LOOP.split()) and value not in expected[name]:
+        if name not in of_model | _OF_TRAINING_LOOP and value not in expected[name]:
             raise ConfigError(
                 f"{name} is {value!r}, and of the ModelConfig {expected[name][0]!r}: pass "
                 f"transformer={{{name!r}: ...}}, or build the model in an override of build_model",
