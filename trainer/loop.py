@@ -69,8 +69,8 @@ class RayPPOTrainer(RunLifecycle):
 
         Raises:
             GroupError: a failure after which the run does not go on; a note of the error says why.
-            Preempted: SIGTERM, SIGINT, or the end of ``trainer.max_seconds`` stopped the run after a step, and it saved
-                a checkpoint. It is a SystemExit with the code 75.
+            Preempted: SIGTERM, SIGINT, SIGHUP, or the end of ``trainer.max_seconds`` stopped the run after a step, and
+                it saved a checkpoint. It is a SystemExit with the code 75.
         """
         options = self.config.trainer
         with handling_signals(self.preemption.record):

@@ -36,13 +36,14 @@ def signalled_in(step: int, number: signal.Signals) -> Any:
         calls += 1
         if calls == step:
             os.kill(os.getpid(), number)
+            if number is signal.SIGHUP:  # from the terminal, and from its shell
+                os.kill(os.getpid(), number)
         return next_letter(batch)
 
     return reward
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("save_freq", [-1, 1])
+@pytest.mark.parametrize("number, save_freq", [(signal.SIGTERM, -1), (signal.SIGINT, 1), (signal.SIGHUP, 1)])
 def test_signal_saves_after_the_step_and_the_run_goes_on_to_the_same_weights(
     tmp_path: Path, number: signal.Signals, save_freq: int
 ) -> None:

@@ -1,7 +1,7 @@
 """Stopping a run early without losing its work: a signal, or a time limit that is near, ends it after a step.
 
-The signals are those that schedulers send before they end a job (SIGTERM) and that a keyboard sends (SIGINT). The run
-saves a checkpoint and ends with the exit code ``PREEMPTED``, so that a launcher can start it again with
+The signals are those that schedulers send before they end a job (SIGTERM), that a keyboard sends (SIGINT), and that a
+terminal sends when its connection is lost (SIGHUP). The run saves a checkpoint and ends with the exit code ``PREEMPTED``, so that a launcher can start it again with
 ``trainer.resume=true``.
 """
 
@@ -68,8 +68,13 @@ class Preemption:
         return None
 
     def record(self, number: int, _: FrameType | None) -> None:
-        """Record a signal instead of ending the program; the second one ends it at once."""
+        """Record a signal instead of ending the program; the second one ends it at once, unless it is SIGHUP.
+
+        A terminal that is lost sends SIGHUP itself, and its shell sends it again.
+        """
         if self._signal is not None:
+            if number == signal.SIGHUP:
+                return
             raise KeyboardInterrupt
         self._signal = signal.Signals(number)
         _logger.warning("%s: the run stops after this step; send it again to stop at once", self._signal.name)
@@ -77,11 +82,17 @@ class Preemption:
 
 @contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
-    """Handle SIGTERM and SIGINT so in the block, in the main thread: Python allows no handlers in others."""
+    """Handle SIGTERM, SIGINT and SIGHUP so in the block, in the main thread: Python allows no handlers in others.
+
+    SIGHUP stays ignored under ``nohup``.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
