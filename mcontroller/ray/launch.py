@@ -80,7 +80,7 @@ def launch(
         named = {name for init in roles.values() for name in getattr(init.cls, "warm_imports", ())}
         warm = set() if pool.use_gpu else {WorkerProcess.__module__, *named}
         reports = _start(handles, pool, lease, unique, options, detached, warm)
-        handles.infos = _with_threads(pool, lease, _await_infos(reports, next(iter(packed)), timeout))
+        handles.infos = _with_threads(pool, lease, _await_infos(reports, next(iter(packed)), lease, timeout))
         processes = GroupProcesses(name, handles, detached=detached)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         _build(processes, pool, lease, roles.values(), packed, left).check()
@@ -132,7 +132,7 @@ def _start(
     return reports
 
 
-def _await_infos(reports: Sequence[Any], role: str, timeout: float | None) -> list[ProcessInfo]:
+def _await_infos(reports: Sequence[Any], role: str, lease: SlotLease, timeout: float | None) -> list[ProcessInfo]:
     """Return where each process runs, as soon as all have reported it."""
     end = None if timeout is None else time.monotonic() + timeout
     late = list(reports)
@@ -140,9 +140,13 @@ def _await_infos(reports: Sequence[Any], role: str, timeout: float | None) -> li
         ready, late = ray.wait(late, timeout=None if end is None else max(0.0, end - time.monotonic()))
         if not ready:
             ranks = tuple(reports.index(report) for report in late)
+            late_on: dict[str, list[str]] = {}
+            for rank in ranks:
+                late_on.setdefault(lease.bundles[rank].address, []).append(str(rank))
+            where = "; ".join(f"{', '.join(of_node)} on {node}" for node, of_node in late_on.items())
             raise CallTimeout(
                 f"{role}.__init__ had no answer in {timeout:g} s: {len(late)} of {len(reports)} processes have not "
-                f"started, of ranks {', '.join(map(str, ranks))}",
+                f"started, of ranks {where}",
                 role=role,
                 method="__init__",
                 timeout=timeout,
@@ -154,7 +158,8 @@ def _await_infos(reports: Sequence[Any], role: str, timeout: float | None) -> li
         try:
             ray.get(ready)
         except RayError as error:
-            failed = RankLabel(role, reports.index(ready[0]), {}, None)
+            rank = reports.index(ready[0])
+            failed = RankLabel(role, rank, {}, None, lease.bundles[rank].address)
             raise first_cause([RankFailure(failed, "__init__", error)]) from None
     return ray.get(list(reports))
 

@@ -36,8 +36,7 @@ def signalled_in(step: int, number: signal.Signals) -> Any:
         calls += 1
         if calls == step:
             os.kill(os.getpid(), number)
-            if number is signal.SIGHUP:  # from the terminal, and from its shell
-                os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)  # from the script that has started the run
         return next_letter(batch)
 
     return reward
@@ -61,7 +60,9 @@ def test_signal_saves_after_the_step_and_the_run_goes_on_to_the_same_weights(
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_second_signal_stops_at_once(tmp_path: Path) -> None:
+def test_later_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.saving.preemption.SAME_REQUEST_S", 0.0)
+
     def reward(batch: DataProto) -> Reward:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)

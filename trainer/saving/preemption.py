@@ -18,6 +18,10 @@ from types import FrameType
 PREEMPTED = 75
 """Exit code of a run that was stopped early and can be resumed: EX_TEMPFAIL of sysexits.h."""
 
+SAME_REQUEST_S = 1.0
+"""[s] Signals that come so soon after the first one are the same request: Ctrl-C reaches every process of a terminal, and
+a script that has started the run sends it a signal too; a lost terminal sends SIGHUP, and so does its shell."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -45,6 +49,7 @@ class Preemption:
     def __init__(self, max_seconds: float) -> None:
         self.max_seconds = max_seconds
         self._started = time.monotonic()
+        self._signaled = 0.0
         self._longest = 0.0
         self._signal: signal.Signals | None = None
 
@@ -68,15 +73,12 @@ class Preemption:
         return None
 
     def record(self, number: int, _: FrameType | None) -> None:
-        """Record a signal instead of ending the program; the second one ends it at once, unless it is SIGHUP.
-
-        A terminal that is lost sends SIGHUP itself, and its shell sends it again.
-        """
+        """Record a signal instead of ending the program; a later one ends it at once."""
         if self._signal is not None:
-            if number == signal.SIGHUP:
+            if time.monotonic() - self._signaled < SAME_REQUEST_S:
                 return
             raise KeyboardInterrupt
-        self._signal = signal.Signals(number)
+        self._signal, self._signaled = signal.Signals(number), time.monotonic()
         _logger.warning("%s: the run stops after this step; send it again to stop at once", self._signal.name)
 
 

@@ -52,16 +52,18 @@ class RankLabel:
         rank: the rank in the group.
         coordinates: its index on each axis; empty if unknown.
         info: the process that it runs in; None if that has not reported yet.
+        node: the address of its node, if the process has not reported yet.
     """
 
     role: str
     rank: int
     coordinates: Mapping[str, int]
     info: ProcessInfo | None
+    node: str | None = None
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={index}" for axis, index in self.coordinates.items())
-        process = f" on {self.info.node}, pid {self.info.pid}" if self.info else ""
+        process = f" on {self.info.node}, pid {self.info.pid}" if self.info else f" on {self.node}"
         return f"{self.role} rank {self.rank}" + (f" ({axes})" if axes else "") + process
 
 
@@ -174,7 +176,7 @@ def _rank_fields(failure: RankFailure) -> dict[str, Any]:
         "role": failure.label.role,
         "rank": failure.label.rank,
         "coordinates": dict(failure.label.coordinates),
-        "node": info.node if info else None,
+        "node": info.node if info else failure.label.node,
         "pid": info.pid if info else None,
         "method": failure.method,
     }
