@@ -30,6 +30,9 @@ FULL_BYTES = 1 << 20
 _CONNECTION_ERROR = "connection error code"
 """In Ray's text for a process that has ended by itself, whatever the reason."""
 
+_MEMORY_MONITOR = "running low on memory"
+"""In Ray's text for a process that its memory monitor has killed; advice for all nodes follows."""
+
 FOLLOWERS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -100,8 +103,8 @@ class RankFailure:
 
     @property
     def died(self) -> bool:
-        """Whether the process ended."""
-        return isinstance(self.error, (ray.exceptions.RayActorError, ProcessEnded))
+        """Whether the process ended, also by Ray's memory monitor."""
+        return isinstance(self.error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError | ProcessEnded)
 
     @property
     def follows(self) -> bool:
@@ -202,7 +205,8 @@ def _exit_cause(text: str, info: ProcessInfo | None) -> str:
 def _ray_cause(text: str) -> str:
     """Return Ray's description of the death without its headers and its list of general advice."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    causes = [line for line in lines if line.startswith("The actor is dead because") or "Worker exit" in line]
+    signs = ("The actor is dead because", "Worker exit", _MEMORY_MONITOR)
+    causes = [line for line in lines if any(sign in line for sign in signs)]
     return " ".join(causes or lines[-1:]).split(" Some common causes include")[0]
 
 

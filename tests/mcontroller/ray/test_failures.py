@@ -20,7 +20,7 @@ from mcontroller.channel.controller import Hub
 from mcontroller.errors import CallTimeout, ConfigError, GroupBroken, GroupError, ResourceError, WorkerDied, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, launch
 from mcontroller.ray.calls import failures, supervision
-from mcontroller.ray.calls.failures import LOG_BYTES, is_follower
+from mcontroller.ray.calls.failures import LOG_BYTES, RankFailure, RankLabel, first_cause, is_follower
 from parallel_state import ParallelLayout
 from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInInit, Reporting
 
@@ -356,6 +356,14 @@ def test_a_rank_that_dies_before_the_rendezvous_is_reported(pool: RayResourcePoo
         start("actor", DiesInInit)
     assert (caught.value.rank, caught.value.method) == (0, "__init__")
     assert pool.holders == []
+
+
+def test_a_process_that_the_memory_monitor_of_ray_kills_has_died_and_its_node_is_known(ray_cluster: None) -> None:
+    text = "1 worker(s) were killed due to the node running low on memory. 60 GB of 62 GB\nTop 10 memory users: ..."
+    label = RankLabel("actor", 3, {}, None, "10.0.0.7")  # in its start: it has not reported yet
+    died = first_cause([RankFailure(label, "__init__", ray.exceptions.OutOfMemoryError(text))])
+    assert isinstance(died, WorkerDied) and (died.rank, died.node) == (3, "10.0.0.7")
+    assert "60 GB of 62 GB" in died.exit_cause
 
 
 def test_an_import_that_fails_on_the_worker_is_reported(start: Start) -> None:
