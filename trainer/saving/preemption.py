@@ -1,8 +1,8 @@
 """Stopping a run early without losing its work: a signal, or a time limit that is near, ends it after a step.
 
 The signals are those that schedulers send before they end a job (SIGTERM), that a keyboard sends (SIGINT), and that a
-terminal sends when its connection is lost (SIGHUP). The run saves a checkpoint and ends with the exit code ``PREEMPTED``, so that a launcher can start it again with
-``trainer.resume=true``.
+terminal sends when its connection is lost (SIGHUP). The run saves a checkpoint and ends with the exit code
+``PREEMPTED``, so that a launcher can start it again with ``trainer.resume=true``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ PREEMPTED = 75
 """Exit code of a run that was stopped early and can be resumed: EX_TEMPFAIL of sysexits.h."""
 
 SAME_REQUEST_S = 1.0
-"""[s] Signals that come so soon after the first one are the same request: Ctrl-C reaches every process of a terminal, and
-a script that has started the run sends it a signal too; a lost terminal sends SIGHUP, and so does its shell."""
+"""[s] Signals that come so soon after the first one are the same request.
+
+Ctrl-C reaches every process of a terminal, and a script that has started the run sends it a signal too; a lost terminal
+sends SIGHUP, and so does its shell."""
 
 _logger = logging.getLogger(__name__)
 
