@@ -180,8 +180,8 @@ class ProcessHandles:
         errors = self._reported(range(len(self.watched)), 0)
         if ended - errors.keys():
             errors |= self._reported(sorted(ended - errors.keys()), REPORT_SECONDS)
-        hidden = "Ray has not noticed it: a process that it has forked keeps its connections open"
-        errors = {rank: ProcessEnded(hidden) for rank in ended} | errors
+        unreported = f"Ray has not reported it in {REPORT_SECONDS:g} s: it is late, or a child has the connections open"
+        errors = {rank: ProcessEnded(unreported) for rank in ended} | errors
         hidden_ranks = [rank for rank in lost if rank not in self._visible]
         addresses = {rank: self.infos[rank].address for rank in hidden_ranks}
         closed = [rank for rank, address in addresses.items() if is_port_closed(address.host, address.call_port)]
