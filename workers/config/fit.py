@@ -55,6 +55,8 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "transformer_impl": ("transformer_engine", "set model.transformer_impl"),
     "flash_decode": (False, "generation caches keys after their rotation"),
 }
+_BIAS_UPDATE_RATE = 1e-3
+"""Megatron's default of ``moe_router_bias_update_rate``."""
 # Fields that only Transformer Engine's layers support; workers.model.local_attention has the fields of attention.
 _ENGINE_ONLY: dict[str, object] = {
     "fp8": None,
@@ -336,9 +338,13 @@ def _check_prediction(model: ModelConfig) -> None:
                 "the last stage would have a copy of the positions, which Megatron does not keep equal",
             ),
             "model.lora": (model.lora, "their loss would train adapters of other layers alone"),
-        } | {
-            f"model.transformer.{name}": (model.transformer.get(name), "their routers would count padding")
-            for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+        }
+        of_routers: dict[str, float | None] = {"moe_aux_loss_coeff": None, "moe_z_loss_coeff": None}
+        if model.transformer.get("moe_router_enable_expert_bias"):
+            of_routers["moe_router_bias_update_rate"] = _BIAS_UPDATE_RATE
+        others |= {
+            f"model.transformer.{name}": (model.transformer.get(name, default), "their routers would count padding")
+            for name, default in of_routers.items()
         }
     for key, (value, why) in others.items():
         if value:
