@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 from mcontroller.config.checks import check_at_least, check_one_of
 from mcontroller.errors import ConfigError
@@ -57,8 +58,10 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
 }
 _BIAS_UPDATE_RATE = 1e-3
 """Megatron's default of ``moe_router_bias_update_rate``."""
-# Fields that only Transformer Engine's layers support; workers.model.local_attention has the fields of attention.
+# Fields of TransformerConfig that only Transformer Engine's layers support, and their neutral values.
 _ENGINE_ONLY: dict[str, object] = {
+    "window_attn_skip_freq": None,
+    "softmax_type": "vanilla",
     "fp8": None,
     "fp32_residual_connection": False,
     "cpu_offloading": False,
@@ -115,6 +118,26 @@ def check_generation(parallel: ParallelConfig) -> None:
         )
 
 
+def needs_engine(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the fields, by their whole keys, whose values only layers of Transformer Engine compute.
+
+    Args:
+        model: the model.
+        on_gpu: whether it runs on a GPU.
+    """
+    needing = {
+        f"model.transformer.{name}": value
+        for name, neutral in _ENGINE_ONLY.items()
+        if (value := model.transformer.get(name, neutral)) not in (None, neutral)
+    }
+    if not on_gpu:  # parallel_state.cpu.megatron supports it
+        needing.pop("model.transformer.gradient_accumulation_fusion", None)
+    grouped = model.num_moe_experts is not None and model.transformer.get("moe_grouped_gemm", True)
+    if grouped and model.add_bias_linear:
+        needing["model.add_bias_linear"] = True
+    return needing
+
+
 def check_local(model: ModelConfig, *, on_gpu: bool, counted: Collection[str] = ()) -> None:
     """Check that layers of plain PyTorch can compute the model.
 
@@ -124,19 +147,11 @@ def check_local(model: ModelConfig, *, on_gpu: bool, counted: Collection[str] = 
         counted: fields that are counted and not computed, in a dry run.
 
     Raises:
-        ConfigError: a field of ``model.transformer`` needs Transformer Engine; ``key`` names it.
+        ConfigError: a field needs Transformer Engine; ``key`` names it.
     """
-    for name, neutral in _ENGINE_ONLY.items():
-        if name in counted or (name == "gradient_accumulation_fusion" and not on_gpu):
-            continue  # parallel_state.cpu.megatron supports it on a CPU
-        value = model.transformer.get(name, neutral)
-        if value not in (None, neutral):
-            key = f"model.transformer.{name}"
-            raise ConfigError(
-                f"{key}={value!r} needs Transformer Engine; local layers support only {name}={neutral!r}",
-                key=key,
-                value=value,
-            )
+    for key, value in needs_engine(model, on_gpu=on_gpu).items():
+        if key.rpartition(".")[2] not in counted:
+            raise ConfigError(f"{key}={value!r} needs Transformer Engine: leave it out", key=key, value=value)
 
 
 def check_packing(model: ModelConfig) -> None:

@@ -131,7 +131,7 @@ def test_fields_that_megatron_would_silently_ignore_are_rejected(transformer: di
     assert caught.value.fields["key"] == f"model.transformer.{key}"
 
 
-@pytest.mark.parametrize("transformer", [{"fp8": "hybrid"}, {"cpu_offloading": True}])
+@pytest.mark.parametrize("transformer", [{"fp8": "hybrid"}, {"cpu_offloading": True}, {"softmax_type": "learnable"}])
 def test_local_layers_reject_fields_that_need_transformer_engine(transformer: dict[str, Any]) -> None:
     model = dataclasses.replace(GPT, transformer=transformer)
     check_fit(model, ParallelConfig())
