@@ -38,6 +38,7 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "external_cuda_graph": (False, "a CUDA graph replays passes of one length, but the lengths of batches differ"),
     "hybrid_context_parallel": (False, "it needs Megatron-LM's own batches"),
     "overlap_moe_expert_parallel_comm": (False, "its schedule needs Megatron-LM's own forward step"),
+    "num_microbatches_with_partial_activation_checkpoints": (None, "it needs Megatron-LM's own forward step"),
     "defer_embedding_wgrad_compute": (False, "logits are computed in chunks"),
     "tp_comm_overlap": (False, "Transformer Engine's user buffers are not set up"),
     "use_mup": (False, "logits are computed without its multiplier"),
