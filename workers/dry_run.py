@@ -67,10 +67,10 @@ class RoleCall:
     def small(self) -> RoleCall | None:
         """Return the call with one layer on each stage, short rows, and as few micro-batches as the layout allows.
 
-        None if layers are written as a pattern of stages.
+        None if layers are written as a pattern of stages, or named by their numbers.
         """
         model, layout = self.role.config.model, self.role.variant.layout
-        if model.hybrid_layer_pattern is not None:
+        if model.hybrid_layer_pattern is not None or model.names_layers:
             return None
         config = replace(self.role.config, model=one_layer_a_stage(model, layout))
         micro_batches, tokens = layout.pp if layout.vpp else 1, 8 * layout.tp * layout.cp

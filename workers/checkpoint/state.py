@@ -129,7 +129,7 @@ def needed_shapes(training: TrainingState, state: Mapping[str, Any], sources: Ma
     vocab_size = vocab_size_of(training)
     for part, source in sources.items():
         for index in range(len(training.models[part])):
-            for tensor in _sharded_tensors(state[f"{part}{index}"]):
+            for tensor in sharded_tensors(state[f"{part}{index}"]):
                 name = tensor.key.removeprefix(weight_prefix(source))
                 mine[part][name] = _unpadded(name, tensor.global_shape, vocab_size)
     ranks = all_gather_values(mine)
@@ -159,8 +159,8 @@ def _unpadded(name: str, shape: Sequence[int], vocab_size: int | None) -> list[i
     return list(shape)
 
 
-def _sharded_tensors(weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
-    """All sharded tensors of a chunk, including the ones that a factory builds (a gated unit is two tensors)."""
-    for value in weights.values():
+def sharded_tensors(state: Mapping[Any, Any]) -> Iterator[ShardedTensor]:
+    """Return all sharded tensors of a state, including the ones that a factory builds (a gated unit is two tensors)."""
+    for value in nested_values(state):
         values = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
         yield from (tensor for tensor in values if isinstance(tensor, ShardedTensor))

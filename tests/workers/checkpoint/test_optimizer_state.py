@@ -19,7 +19,7 @@ EXPERTS = {
     "moe_ffn_hidden_size": 32,
     "transformer": {"moe_router_load_balancing_type": "none"},
 }
-TOGETHER, APART = (1, {}), (2, {"ep": 2})
+TOGETHER, APART, STAGES = (1, {}), (2, {"ep": 2}), (2, {"pp": 2})
 
 
 def save_and_go_on(parallel: dict[str, Any], path: str, **changes: Any) -> dict[str, Any]:
@@ -40,26 +40,38 @@ def load_and_go_on(parallel: dict[str, Any], path: str, **changes: Any) -> dict[
     return {"metrics": metrics, "weights": weights(worker)} | settings
 
 
-def in_experts(fn: Any, layout: tuple[int, dict[str, Any]], path: Path, distributed: bool) -> dict[str, Any]:
-    return run_ranks(_in_experts, layout[0], fn, layout[1], str(path), distributed)[0]
+def in_experts(
+    fn: Any, layout: tuple[int, dict[str, Any]], path: Path, distributed: bool, trained: dict[str, Any]
+) -> dict[str, Any]:
+    return run_ranks(_in_experts, layout[0], fn, layout[1], str(path), distributed, trained)[0]
 
 
-def _in_experts(fn: Any, parallel: dict[str, Any], path: str, distributed: bool) -> dict[str, Any]:
-    return fn(parallel, path, model=EXPERTS, optim={"distributed_optimizer": distributed})
+def _in_experts(
+    fn: Any, parallel: dict[str, Any], path: str, distributed: bool, trained: dict[str, Any]
+) -> dict[str, Any]:
+    return fn(parallel, path, model=EXPERTS | trained, optim={"distributed_optimizer": distributed})
 
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(
-    ("saved_in", "loaded_in", "distributed"),
-    [(TOGETHER, APART, False), (APART, TOGETHER, True)],
-    ids=["apart-False", "together-True"],
+    ("saved_in", "loaded_in", "distributed", "trained"),
+    [
+        (TOGETHER, APART, False, {}),
+        (APART, TOGETHER, True, {"freeze": ["decoder.layers.0.*"]}),
+        (STAGES, STAGES, False, {"train_only": ["output_layer.weight"]}),
+    ],
+    ids=["apart", "together, a frozen layer", "a stage without trained weights"],
 )
 def test_training_of_experts_continues_in_another_layout(
-    saved_in: tuple[int, dict[str, Any]], loaded_in: tuple[int, dict[str, Any]], distributed: bool, tmp_path: Path
+    saved_in: tuple[int, dict[str, Any]],
+    loaded_in: tuple[int, dict[str, Any]],
+    distributed: bool,
+    trained: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """With experts on other ranks than the other weights, Megatron has two optimizers instead of one."""
-    saved = in_experts(save_and_go_on, saved_in, tmp_path, distributed)
-    loaded = in_experts(load_and_go_on, loaded_in, tmp_path, distributed)
+    saved = in_experts(save_and_go_on, saved_in, tmp_path, distributed, trained)
+    loaded = in_experts(load_and_go_on, loaded_in, tmp_path, distributed, trained)
     assert loaded["metrics"] == pytest.approx(saved["metrics"], abs=1e-5)
     assert largest_difference(saved["weights"], loaded["weights"]) < 1e-5
 
