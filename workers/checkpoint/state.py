@@ -60,21 +60,26 @@ def sharded_state(
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": group,
     }
-    layers_apart = metadata if _layers_are_alike(training.model) else metadata | {"non_homogeneous_layers": True}
+    alike = _layers_are_alike(training.model)
+    by_layer = metadata if alike else metadata | {"non_homogeneous_layers": True}
     state: dict[str, Any] = {}
     for part, chunks in training.saved_models.items():
         prefix = weight_prefix(part if sources is None else sources[part])
         for index, chunk in enumerate(chunks):
-            if is_adapted(chunk):
-                weights = unwrap_model(chunk).sharded_state_dict(prefix=prefix, metadata=layers_apart)
+            adapted = is_adapted(chunk)
+            weights = unwrap_model(chunk).sharded_state_dict(prefix=prefix, metadata=by_layer if adapted else metadata)
+            if adapted:
                 weights = {name: weights[name] for name in weights.keys() & _changing(chunk, prefix)}
-            else:
-                weights = unwrap_model(chunk).sharded_state_dict(prefix=prefix, metadata=metadata)
             for name, value in training.float32[part][index].items() if part in training.float32 else ():
                 weights[prefix + name] = _with_values(weights[prefix + name], value)
             state[f"{part}{index}"] = weights
     if training.optimizer is not None:
-        chunks = [unwrap_model(chunk).sharded_state_dict(metadata=layers_apart) for chunk in training.model]
+        chunks = [
+            state[f"model{index}"]
+            if alike or is_adapted(chunk)
+            else unwrap_model(chunk).sharded_state_dict(metadata=by_layer)
+            for index, chunk in enumerate(training.model)
+        ]
         model = chunks[0] if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
         state["optimizer"] = training.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -121,17 +121,21 @@ def unreadable(path: str) -> list[DataError]:
     del other.trainer.phases["sft"]
     with pytest.raises(DataError) as unknown_phase:
         other.load_checkpoint(path)
+    in_bfloat16 = actor({}, "actor", model={"dtype": "bfloat16"})
+    with pytest.raises(DataError) as another_dtype:
+        in_bfloat16.load_checkpoint(path)
     for file in directory.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(DataError) as truncated:
         worker.load_checkpoint(path)
-    return [unknown_phase.value, truncated.value]
+    return [unknown_phase.value, another_dtype.value, truncated.value]
 
 
 @pytest.mark.simulated
-def test_unknown_phase_and_truncated_files_are_reported(tmp_path: Path) -> None:
-    phase, truncated = run_ranks(unreadable, 1, str(tmp_path))[0]
+def test_unknown_phase_missing_state_and_truncated_files_are_reported(tmp_path: Path) -> None:
+    phase, dtype, truncated = run_ranks(unreadable, 1, str(tmp_path))[0]
     assert phase.phase == "sft"
+    assert dtype.missing and all(name.startswith("optimizer.state.fp32_param.") for name in dtype.missing)
     assert (truncated.path, truncated.file) == (f"{tmp_path}/global_step_0/__0_0.distcp", "__0_0.distcp")
 
 
