@@ -14,12 +14,14 @@ from megatron.core.optimizer import OptimizerConfig
 from mcontroller.data.batch import DataProto
 from parallel_state.dry_run import transformer_engine
 from parallel_state.dry_run.counting import CountingMode
+from parallel_state.dry_run.errors import DryRunError
 from parallel_state.dry_run.memory import storage_of
 from parallel_state.dry_run.outcome import Outcome, Use
 from parallel_state.dry_run.run import dry_run_of
 from parallel_state.dry_run.training import begin, free, initialize_state, used
 from workers.columns import ROUTED_EXPERTS
-from workers.config import OptimConfig
+from workers.config import ModelConfig, OptimConfig
+from workers.config.fit import needs_engine
 from workers.config.roles import MicroBatchSize
 from workers.model.gpu_defaults import defaults_with
 from workers.model.transformer_config import checked_fields
@@ -65,10 +67,10 @@ class RoleCall:
     def small(self) -> RoleCall | None:
         """Return the call with one layer on each stage, short rows, and as few micro-batches as the layout allows.
 
-        None if layers are written as a pattern of stages.
+        None if layers are written as a pattern of stages, or named by their numbers.
         """
         model, layout = self.role.config.model, self.role.variant.layout
-        if model.hybrid_layer_pattern is not None:
+        if model.hybrid_layer_pattern is not None or model.names_layers:
             return None
         config = replace(self.role.config, model=one_layer_a_stage(model, layout))
         micro_batches, tokens = layout.pp if layout.vpp else 1, 8 * layout.tp * layout.cp
@@ -127,6 +129,8 @@ class RoleCall:
         transformer = fields | config.model.transformer
         transformer_engine.check_counted(transformer)
         model = replace(config.model, transformer_impl="local", hf_path=None, transformer=transformer)
+        if mode.transformer_engine:
+            _check_counted(model)
         changes: dict[str, Any] = {"model": model}
         on_host = unsaved = 0.0
         if hasattr(config, "optim"):
@@ -161,6 +165,18 @@ class RoleCall:
         free(models)
         use = replace(_without_host_memory(use, unsaved), on_host=0)
         return replace(_without_host_memory(use, on_host), unneeded=unneeded)
+
+
+def _check_counted(model: ModelConfig) -> None:
+    """Raise DryRunError if Transformer Engine's layers compute something that their counterparts here do not count."""
+    for key, value in needs_engine(model, on_gpu=False).items():
+        if key.rpartition(".")[2] not in transformer_engine.counted_fields():
+            raise DryRunError(
+                f"{key}={value!r}: a dry run does not count what layers of Transformer Engine store for it; leave it "
+                "out to count the rest",
+                field=key,
+                value=value,
+            )
 
 
 def _send(weights: PolicyWeights, receivers: Receivers) -> None:

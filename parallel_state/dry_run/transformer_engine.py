@@ -50,6 +50,7 @@ VERSION = "2.20.2"
 CUBLAS_WORKSPACE = (32 << 20) + 1024
 """[bytes] Of a stream on GPUs from Hopper on; grouped products have four streams."""
 _GROUPED_STREAMS = 4
+_COUNTED = ("moe_permute_fusion", "moe_router_fusion", "window_attn_skip_freq", "softmax_type")
 
 
 def is_counted(tensor: torch.Tensor) -> bool:
@@ -59,7 +60,7 @@ def is_counted(tensor: torch.Tensor) -> bool:
 
 def counted_fields() -> tuple[str, ...]:
     """Return the fields of TransformerConfig that only Transformer Engine has, and that the running rank counts."""
-    return ("moe_permute_fusion", "moe_router_fusion") if counts_transformer_engine() else ()
+    return _COUNTED if counts_transformer_engine() else ()
 
 
 def check_counted(fields: Mapping[str, Any]) -> None:

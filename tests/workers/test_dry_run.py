@@ -16,6 +16,7 @@ from tests.workers.dry_runs import CASES, PROMPT, RESPONSE, TINY_MODEL, WIDE, co
 from workers import ActorRolloutRefWorker
 from workers.dry_run import RoleCall
 from workers.gpucheck.scale import FULL
+from workers.memory.planned import estimated
 from workers.parity.cases import LARGE
 from workers.parity.roles import actor_config
 from workers.verify.roles import ModelRole, variant_of
@@ -101,6 +102,22 @@ def test_precision_aware_adam_has_half_a_copy_of_bfloat16_weights(fields: dict[s
     role = replace(role, config=replace(role.config, optim=replace(role.config.optim, megatron=megatron)))
     (use,) = outcome_of(role, "update_actor").uses.values()
     assert use.idle["optimizer"] == pytest.approx(size * use.trained, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("counted", "fields"),
+    [
+        (True, {"transformer": {"window_size": [4, 0], "window_attn_skip_freq": 2, "softmax_type": "learnable"}}),
+        (False, {"transformer": {"cpu_offloading": True, "cpu_offloading_num_layers": 1}}),
+        (False, {"num_moe_experts": 4, "add_bias_linear": True, "gated_linear_unit": False}),
+    ],
+)
+def test_what_only_transformer_engine_computes_is_counted_or_has_no_estimate(
+    counted: bool, fields: dict[str, Any]
+) -> None:
+    role = model_role("actor", 1, model=BF16 | {"transformer_impl": "transformer_engine"} | fields)
+    outcome = estimated(RoleCall(role, "update_actor", PROMPT, RESPONSE))
+    assert (outcome.peak > 0, not outcome.failure) == (counted, counted)
 
 
 class Branches(ActorRolloutRefWorker):

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from mcontroller.errors import DataError
 from mcontroller.files import sha256_of
@@ -38,6 +38,7 @@ from workers.checkpoint.state import (
     needed_shapes,
     saved_shapes,
     sharded_state,
+    sharded_tensors,
     weight_prefix,
 )
 from workers.checkpoint.unpickle import check_objects, known_types, read_common, read_metadata
@@ -57,12 +58,14 @@ class Checkpoint(NamedTuple):
         directory: of its files.
         manifest: its manifest.
         weights: the names and shapes of its weights.
+        tensors: the names of all its tensors.
         objects: the names of its objects that are not tensors.
     """
 
     directory: Path
     manifest: Manifest
     weights: Shapes
+    tensors: frozenset[str]
     objects: frozenset[str]
 
 
@@ -81,7 +84,8 @@ def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> Checkpoint
     names = metadata.state_dict_metadata.items()
     objects = {name.partition("/shard_")[0] for name, entry in names if isinstance(entry, BytesStorageMetadata)}
     weights = saved_shapes(metadata, manifest["parts"], manifest["vocab_size"])
-    return Checkpoint(directory, manifest, weights, frozenset(objects))
+    tensors = {name for name, entry in names if isinstance(entry, TensorStorageMetadata)}
+    return Checkpoint(directory, manifest, weights, frozenset(tensors), frozenset(objects))
 
 
 def _open(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest]:
@@ -170,7 +174,7 @@ def check_checkpoint(training: TrainingState, checkpoint: Checkpoint, distribute
             missing, of an unknown phase, in buckets that this optimizer does not have, or that of a distributed
             optimizer and this one is not, or the reverse.
     """
-    directory, manifest, saved, _ = checkpoint
+    directory, manifest, saved, *_ = checkpoint
     raise_on_every_rank(lambda: _check_base(training.base, manifest.get("base"), directory))
     sources = _sources(training, manifest)
     models = {part: training.models[part] for part in sources}
@@ -263,8 +267,11 @@ def load_checkpoint(training: TrainingState, checkpoint: Checkpoint, *, without_
         training: the objects to load into.
         checkpoint: as ``open_checkpoint`` returns it; ``check_checkpoint`` has accepted it.
         without_head: load the weights only, without the head's: the result of ``check_checkpoint``.
+
+    Raises:
+        DataError: on every rank, before the weights change, if tensors of the optimizer are missing.
     """
-    directory, manifest, _, objects = checkpoint
+    directory, manifest, _, tensors, objects = checkpoint
     sources = _sources(training, manifest)
     with_optimizer = "optimizer" in manifest["parts"] and training.optimizer is not None and not without_head
     same_layout = manifest["layout"] == layout_of(training) and not without_head
@@ -278,6 +285,8 @@ def load_checkpoint(training: TrainingState, checkpoint: Checkpoint, *, without_
     if not same_layout:
         del state[RANDOM]
     optimizer = state.pop("optimizer", None)
+    if optimizer is not None:
+        raise_on_every_rank(lambda: _check_optimizer_tensors(optimizer, tensors, directory))
     # Tensors are found by their own names. Under another key they stay apart from the optimizer's other state.
     kept = _take_absent_extra_states(state, sources, objects)
     if without_head:
@@ -295,6 +304,20 @@ def load_checkpoint(training: TrainingState, checkpoint: Checkpoint, *, without_
     load_optimizer(training, merged, 0 if without_head else manifest["scheduler_steps"])
     if same_layout:
         set_random_state(loaded[RANDOM])
+
+
+def _check_optimizer_tensors(optimizer: Mapping[Any, Any], saved: Collection[str], checkpoint: Path) -> None:
+    """Raise DataError if a checkpoint lacks tensors of this rank's optimizer."""
+    missing = sorted({tensor.key for tensor in sharded_tensors(optimizer)}.difference(saved))
+    if missing:
+        raise DataError(
+            f"the checkpoint {str(checkpoint)!r} has no state of the optimizer for {missing[0]!r} and "
+            f"{len(missing) - 1} more tensors: it was saved with another optim.optimizer, another dtype, or other "
+            "weights that are trained (model.freeze, train_only, lora). Set them as they were, or train from its "
+            "weights: export_hf, and model.hf_path",
+            path=str(checkpoint),
+            missing=missing,
+        )
 
 
 def _read(state: dict[str, Any], checkpoint: Path, replicas: dist.ProcessGroup) -> dict[str, Any]:

@@ -130,8 +130,8 @@ def merge_optimizer_state(
     )  # of fused optimizers; torch's optimizers have it for every parameter
     groups = [group | loaded | steps for group, loaded in zip(sharded["param_groups"], loaded_groups, strict=True)]
     state = dict(tensors, param_groups=groups)
-    if common_step is not None:
-        state["state"] = dict(tensors["state"], common_step=common_step)
+    if "state" in sharded:  # without tensors if the stage has no weights that are trained
+        state["state"] = tensors.get("state", {}) | ({} if common_step is None else {"common_step": common_step})
     return state
 
 

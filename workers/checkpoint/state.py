@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,9 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return everything as Megatron's sharded tensors and objects, by part and chunk ("model0", "optimizer", ...).
 
+    It is a collective. If the layers of the model differ in what is trained, the state of its optimizer, and adapters,
+    are saved by layer: Megatron's tensors of all layers would have holes.
+
     Args:
         training: the objects to save, or to load into.
         loading: whether the tensors are loaded into.
@@ -56,23 +60,42 @@ def sharded_state(
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": group,
     }
+    alike = _layers_are_alike(training.model)
+    by_layer = metadata if alike else metadata | {"non_homogeneous_layers": True}
     state: dict[str, Any] = {}
     for part, chunks in training.saved_models.items():
         prefix = weight_prefix(part if sources is None else sources[part])
         for index, chunk in enumerate(chunks):
-            weights = unwrap_model(chunk).sharded_state_dict(prefix=prefix, metadata=metadata)
-            if is_adapted(chunk):
+            adapted = is_adapted(chunk)
+            weights = unwrap_model(chunk).sharded_state_dict(prefix=prefix, metadata=by_layer if adapted else metadata)
+            if adapted:
                 weights = {name: weights[name] for name in weights.keys() & _changing(chunk, prefix)}
             for name, value in training.float32[part][index].items() if part in training.float32 else ():
                 weights[prefix + name] = _with_values(weights[prefix + name], value)
             state[f"{part}{index}"] = weights
     if training.optimizer is not None:
-        chunks = [state[f"model{index}"] for index in range(len(training.models["model"]))]
+        chunks = [
+            state[f"model{index}"]
+            if alike or is_adapted(chunk)
+            else unwrap_model(chunk).sharded_state_dict(metadata=by_layer)
+            for index, chunk in enumerate(training.model)
+        ]
         model = chunks[0] if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
         state["optimizer"] = training.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     state[RANDOM] = ShardedObject(RANDOM, random_state(), (world_size,), (rank,))
     return state
+
+
+def _layers_are_alike(chunks: Sequence[Any]) -> bool:
+    """Return whether the same weights are trained in all layers of a model (a collective)."""
+    layers: dict[int, set[str]] = defaultdict(set)
+    for chunk in map(unwrap_model, chunks):
+        for layer in getattr(getattr(chunk, "decoder", None), "layers", ()):  # of a HybridModel, a part of a layer
+            trained = (name for name, parameter in layer.named_parameters() if parameter.requires_grad)
+            layers[layer.layer_number].update(trained)
+    kinds = {tuple(sorted(names)) for names in layers.values()}
+    return len(set().union(*all_gather_values(kinds))) <= 1
 
 
 def is_adapted(chunk: Any) -> bool:
@@ -111,7 +134,7 @@ def needed_shapes(training: TrainingState, state: Mapping[str, Any], sources: Ma
     vocab_size = vocab_size_of(training)
     for part, source in sources.items():
         for index in range(len(training.models[part])):
-            for tensor in _sharded_tensors(state[f"{part}{index}"]):
+            for tensor in sharded_tensors(state[f"{part}{index}"]):
                 name = tensor.key.removeprefix(weight_prefix(source))
                 mine[part][name] = _unpadded(name, tensor.global_shape, vocab_size)
     ranks = all_gather_values(mine)
@@ -141,8 +164,8 @@ def _unpadded(name: str, shape: Sequence[int], vocab_size: int | None) -> list[i
     return list(shape)
 
 
-def _sharded_tensors(weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
-    """All sharded tensors of a chunk, including the ones that a factory builds (a gated unit is two tensors)."""
-    for value in weights.values():
+def sharded_tensors(state: Mapping[Any, Any]) -> Iterator[ShardedTensor]:
+    """Return all sharded tensors of a state, including the ones that a factory builds (a gated unit is two tensors)."""
+    for value in nested_values(state):
         values = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
         yield from (tensor for tensor in values if isinstance(tensor, ShardedTensor))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 from mcontroller.config.checks import check_at_least, check_one_of
 from mcontroller.errors import ConfigError
@@ -37,6 +38,7 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "external_cuda_graph": (False, "a CUDA graph replays passes of one length, but the lengths of batches differ"),
     "hybrid_context_parallel": (False, "it needs Megatron-LM's own batches"),
     "overlap_moe_expert_parallel_comm": (False, "its schedule needs Megatron-LM's own forward step"),
+    "num_microbatches_with_partial_activation_checkpoints": (None, "it needs Megatron-LM's own forward step"),
     "defer_embedding_wgrad_compute": (False, "logits are computed in chunks"),
     "tp_comm_overlap": (False, "Transformer Engine's user buffers are not set up"),
     "use_mup": (False, "logits are computed without its multiplier"),
@@ -55,8 +57,12 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "transformer_impl": ("transformer_engine", "set model.transformer_impl"),
     "flash_decode": (False, "generation caches keys after their rotation"),
 }
-# Fields that only Transformer Engine's layers support; workers.model.local_attention has the fields of attention.
+_BIAS_UPDATE_RATE = 1e-3
+"""Megatron's default of ``moe_router_bias_update_rate``."""
+# Fields of TransformerConfig that only Transformer Engine's layers support, and their neutral values.
 _ENGINE_ONLY: dict[str, object] = {
+    "window_attn_skip_freq": None,
+    "softmax_type": "vanilla",
     "fp8": None,
     "fp32_residual_connection": False,
     "cpu_offloading": False,
@@ -113,6 +119,26 @@ def check_generation(parallel: ParallelConfig) -> None:
         )
 
 
+def needs_engine(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the fields, by their whole keys, whose values only layers of Transformer Engine compute.
+
+    Args:
+        model: the model.
+        on_gpu: whether it runs on a GPU.
+    """
+    needing = {
+        f"model.transformer.{name}": value
+        for name, neutral in _ENGINE_ONLY.items()
+        if (value := model.transformer.get(name, neutral)) not in (None, neutral)
+    }
+    if not on_gpu:  # parallel_state.cpu.megatron supports it
+        needing.pop("model.transformer.gradient_accumulation_fusion", None)
+    grouped = model.num_moe_experts is not None and model.transformer.get("moe_grouped_gemm", True)
+    if grouped and model.add_bias_linear:
+        needing["model.add_bias_linear"] = True
+    return needing
+
+
 def check_local(model: ModelConfig, *, on_gpu: bool, counted: Collection[str] = ()) -> None:
     """Check that layers of plain PyTorch can compute the model.
 
@@ -122,19 +148,11 @@ def check_local(model: ModelConfig, *, on_gpu: bool, counted: Collection[str] = 
         counted: fields that are counted and not computed, in a dry run.
 
     Raises:
-        ConfigError: a field of ``model.transformer`` needs Transformer Engine; ``key`` names it.
+        ConfigError: a field needs Transformer Engine; ``key`` names it.
     """
-    for name, neutral in _ENGINE_ONLY.items():
-        if name in counted or (name == "gradient_accumulation_fusion" and not on_gpu):
-            continue  # parallel_state.cpu.megatron supports it on a CPU
-        value = model.transformer.get(name, neutral)
-        if value not in (None, neutral):
-            key = f"model.transformer.{name}"
-            raise ConfigError(
-                f"{key}={value!r} needs Transformer Engine; local layers support only {name}={neutral!r}",
-                key=key,
-                value=value,
-            )
+    for key, value in needs_engine(model, on_gpu=on_gpu).items():
+        if key.rpartition(".")[2] not in counted:
+            raise ConfigError(f"{key}={value!r} needs Transformer Engine: leave it out", key=key, value=value)
 
 
 def check_packing(model: ModelConfig) -> None:
@@ -336,9 +354,13 @@ def _check_prediction(model: ModelConfig) -> None:
                 "the last stage would have a copy of the positions, which Megatron does not keep equal",
             ),
             "model.lora": (model.lora, "their loss would train adapters of other layers alone"),
-        } | {
-            f"model.transformer.{name}": (model.transformer.get(name), "their routers would count padding")
-            for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+        }
+        of_routers: dict[str, float | None] = {"moe_aux_loss_coeff": None, "moe_z_loss_coeff": None}
+        if model.transformer.get("moe_router_enable_expert_bias"):
+            of_routers["moe_router_bias_update_rate"] = _BIAS_UPDATE_RATE
+        others |= {
+            f"model.transformer.{name}": (model.transformer.get(name, default), "their routers would count padding")
+            for name, default in of_routers.items()
         }
     for key, (value, why) in others.items():
         if value:

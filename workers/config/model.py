@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -168,6 +169,13 @@ class ModelConfig:
         if isinstance(every, int):
             return list(range(0, self.num_layers, every))
         return [index for index, has_experts in enumerate(every) if has_experts]
+
+    @property
+    def names_layers(self) -> bool:
+        """Whether patterns of what is trained have numbers of layers, so that layers are not alike."""
+        adapted = [] if self.lora is None else [*self.lora.targets, *self.lora.exclude]
+        patterns = [*self.freeze, *self.train_only, *adapted]
+        return any(re.search(r"(^|\.)[^a-zA-Z.]*[0-9][^a-zA-Z.]*(\.|$)", pattern) for pattern in patterns)
 
     @property
     def has_states(self) -> bool:

@@ -78,6 +78,10 @@ class TrainedConfig:
         """The size of a training pass."""
         return MicroBatchSize(self.ppo_micro_batch_size, self.ppo_max_tokens_per_micro_batch)
 
+    def _size_of_passes(self, rows: int, tokens: int) -> MicroBatchSize:
+        """Return the size of a pass with these fields of its own, or if both are 0 that of a training pass."""
+        return MicroBatchSize(rows, tokens) if rows or tokens else self.update_size
+
     def check_training(self) -> None:
         """Check the fields of this class against each other and against the model.
 
@@ -109,9 +113,9 @@ class ActorConfig(TrainedConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """How responses are sampled."""
     log_prob_micro_batch_size: int = 0
-    """[rows] Rows of one data-parallel rank in one scoring pass. 0: ppo_micro_batch_size."""
+    """[rows] Rows of one data-parallel rank in one scoring pass. 0, as the next field: as in training."""
     log_prob_max_tokens_per_micro_batch: int = 0
-    """[tokens] Limit of a scoring pass, in place of rows. 0: ppo_max_tokens_per_micro_batch."""
+    """[tokens] Limit of a scoring pass, in place of rows."""
     router_replay: str = "none"
     """What chooses the experts of tokens in ``update_actor``: its own routers (none), or those of an earlier pass.
 
@@ -196,10 +200,7 @@ class ActorConfig(TrainedConfig):
     @property
     def scoring_size(self) -> MicroBatchSize:
         """The size of a scoring pass."""
-        return MicroBatchSize(
-            self.log_prob_micro_batch_size or self.ppo_micro_batch_size,
-            self.log_prob_max_tokens_per_micro_batch or self.ppo_max_tokens_per_micro_batch,
-        )
+        return self._size_of_passes(self.log_prob_micro_batch_size, self.log_prob_max_tokens_per_micro_batch)
 
     def clip_limits(self) -> tuple[float, float]:
         """Return the clip range below and above 1 in force: from the configuration, or else from the policy loss."""
@@ -233,19 +234,16 @@ class CriticConfig(TrainedConfig):
     """A critic: the model with a value head."""
 
     forward_micro_batch_size: int = 0
-    """[rows] Rows of one data-parallel rank in one pass of ``compute_values``. 0: ppo_micro_batch_size."""
+    """[rows] Rows of one data-parallel rank in one pass of ``compute_values``. 0, as the next field: as in training."""
     forward_max_tokens_per_micro_batch: int = 0
-    """[tokens] Limit of a pass of ``compute_values``, in place of rows. 0: ppo_max_tokens_per_micro_batch."""
+    """[tokens] Limit of a pass of ``compute_values``, in place of rows."""
     cliprange_value: float | None = 0.5
     """Clip range of a value around its old value in the loss. None: no clipping."""
 
     @property
     def scoring_size(self) -> MicroBatchSize:
         """The size of a pass of ``compute_values``."""
-        return MicroBatchSize(
-            self.forward_micro_batch_size or self.ppo_micro_batch_size,
-            self.forward_max_tokens_per_micro_batch or self.ppo_max_tokens_per_micro_batch,
-        )
+        return self._size_of_passes(self.forward_micro_batch_size, self.forward_max_tokens_per_micro_batch)
 
     def __post_init__(self) -> None:
         self.check_training()

@@ -62,7 +62,7 @@ def stage_uses(call: RoleCall) -> tuple[Use, ...]:
         one, two = (stage_uses(replace(call, micro_batches=number)) for number in (1, 2))
         flying = [min(count, layout.pp - stage) for stage in range(layout.pp)]  # micro-batches: 1F1B
         return tuple(b.plus(max(0, more - 2), b, a) for a, b, more in zip(one, two, flying, strict=True))
-    if model.hybrid_layer_pattern is not None:
+    if model.hybrid_layer_pattern is not None or model.names_layers:
         return _run(call)
     chunks, stages = layout.vpp or 1, _layers_of_stages(model, call.role.config.parallel, layout)
     main = any(map(any, stages))

@@ -219,7 +219,7 @@ class _OwnModel:
             )
         except (AssertionError, ImportError, ValueError) as error:
             raise ConfigError(f"megatron-core cannot build the model: {error}", key="model", value=model) from error
-        add_prediction_layers(chunk, model, spec.layer_specs[-1], self.implementation, context.pg)
+        add_prediction_layers(chunk, model, spec, self.implementation, context.pg)
         if self.implementation == "local":
             use_gated_mlps(chunk)
         _set_latent_epsilon(chunk)

@@ -61,7 +61,7 @@ class TEDotProductAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         for name, neutral in _NOT_COMPUTED.items():
-            if getattr(config, name, neutral) != neutral:
+            if getattr(config, name, neutral) != neutral and name not in transformer_engine.counted_fields():
                 raise ConfigError(
                     f"model.transformer.{name}={getattr(config, name)!r} needs Transformer Engine; the local attention "
                     f"computes {name}={neutral!r} only",

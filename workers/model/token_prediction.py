@@ -11,13 +11,13 @@ from typing import Any
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.multi_token_prediction import (
     MTPLossAutoScaler,
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
     get_mtp_layer_spec_for_backend,
 )
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
 from workers.config import ModelConfig
@@ -27,14 +27,18 @@ METRIC = "mtp_loss"
 
 
 def add_prediction_layers(
-    chunk: Any, model: ModelConfig, layer: ModuleSpec, implementation: str, pg: ProcessGroupCollection
+    chunk: Any,
+    model: ModelConfig,
+    blocks: TransformerBlockSubmodules,
+    implementation: str,
+    pg: ProcessGroupCollection,
 ) -> None:
     """Add the layers of multi-token prediction that a ModelConfig has to a chunk of its model, if it has any.
 
     Args:
         chunk: a GPTModel or a HybridModel; the last one gets the layers.
         model: ``transformer.mtp_num_layers``, and ``mtp_loss_scaling_factor``: 0 if the layers are not trained.
-        layer: the spec of the transformer layer inside.
+        blocks: the spec of the layers of the chunk; the last one is inside each layer of multi-token prediction.
         implementation: as ``workers.model.gpu_defaults.chosen_implementation`` returns it.
         pg: the groups of the layout.
     """
@@ -50,7 +54,7 @@ def add_prediction_layers(
             backend: Any = TESpecProvider()
         else:
             backend = LocalProvider()
-        layers = [get_mtp_layer_spec_for_backend(layer, backend)] * model.prediction_layers
+        layers = [get_mtp_layer_spec_for_backend(blocks.layer_specs[-1], backend)] * model.prediction_layers
         spec = MultiTokenPredictionBlockSubmodules(layer_specs=layers)
         chunk.mtp = MultiTokenPredictionBlock(config, spec, vp_stage=chunk.vp_stage, pg_collection=pg)
         chunk.mtp.loss = PredictionLoss(config.mtp_loss_scaling_factor, pg.tp.size())

@@ -13,6 +13,7 @@ from torch import Tensor
 from mcontroller.errors import ConfigError, DataError
 
 _ADVICE = "; compute_log_prob makes old_log_probs, which several optimizer steps with a batch need"
+_WHAT_TRAINS = ("advantages", "returns", "importance_weights")
 TOP_COLUMNS = ("top_ids", "top_log_probs")
 """Columns ``[rows, response, k]``: the most likely tokens of a teacher, and their log-probabilities."""
 
@@ -67,6 +68,29 @@ def check_temperatures(column: Tensor, mask: Tensor, method: str) -> None:
             row=row,
             value=value,
         )
+
+
+def check_finite(columns: Mapping[str, Tensor], mask: Tensor, method: str) -> None:
+    """Check that what trains the tokens that count is finite: one NaN would make the whole gradient NaN.
+
+    Raises:
+        DataError: with the first row for which a column is not.
+    """
+    for name in _WHAT_TRAINS:
+        if name not in columns:
+            continue
+        wrong = (mask != 0) & ~columns[name].isfinite()
+        if bool(wrong.any()):
+            row = int(wrong.any(1).nonzero()[0])
+            value = float(columns[name][row][wrong[row]][0])
+            raise DataError(
+                f"{method}: {name} of row {row} has the value {value:g} for a token that counts; expected a finite "
+                "number. Set response_mask of the row to 0 to leave it out",
+                method=method,
+                column=name,
+                row=row,
+                value=value,
+            )
 
 
 def require_columns(columns: Mapping[str, Tensor], names: Sequence[str], method: str) -> None:

@@ -21,6 +21,7 @@ from workers.columns import TOKEN_TEMPERATURES
 from workers.distinct_tokens import DistinctTokens, distinct_tokens
 from workers.train.batch_checks import (
     TOP_COLUMNS,
+    check_finite,
     check_mask,
     check_responses,
     check_shapes,
@@ -200,7 +201,8 @@ def response_batch(
         DataError: if a column is missing or has another shape than the responses; if a row is only padding, has a gap
             in its mask or is longer than ``max_length``; if a token is outside the vocabulary; if ``responses`` differs
             from the end of ``input_ids``; if ``response_mask`` is 1 on padding; if a mask has values other than 0 and
-            1; or if ``token_temperatures`` is not above 0 for a token that counts.
+            1; if ``token_temperatures`` is not above 0 for a token that counts, or ``advantages``, ``returns`` or
+            ``importance_weights`` are not finite for one.
     """
     require_columns(batch, ("input_ids", "attention_mask", "responses", *columns), method)
     width = batch["responses"].size(1)
@@ -227,6 +229,7 @@ def response_batch(
     mask = batch["response_mask"] if "response_mask" in batch else batch["attention_mask"][:, prompt_width:]
     if TOKEN_TEMPERATURES in columns:
         check_temperatures(batch[TOKEN_TEMPERATURES], mask, method)
+    check_finite({name: batch[name] for name in columns}, mask, method)
     return TokenBatch(
         tokens,
         batch["responses"],

@@ -28,6 +28,9 @@ TOKENS = "tokens"
 LOSS_COUNT = "loss_count"
 """The key under which every report has the count that the loss returned: the weight of every LOSS_MEAN."""
 
+LOSS_SIZE = "loss_size"
+"""The key under which every report has the absolute value of the loss, before it is divided by the count."""
+
 
 class Rule(enum.Enum):
     """A rule that reduces the reports of one metric to one number."""
@@ -77,7 +80,7 @@ def reduce_reports(
         ConfigError: a report lacks a name.
     """
     if missing := sorted({name for report in reports for name in (*rules, TOKENS) if name not in report}):
-        given = ", ".join(sorted(set(reports[0]) - {LOSS_COUNT})) or "nothing"
+        given = ", ".join(sorted(set(reports[0]) - {LOSS_COUNT, LOSS_SIZE})) or "nothing"
         raise ConfigError(
             f"loss reports {given}, and not {', '.join(missing)}, which metrics() names or every report has; override "
             "metrics() of the worker too, with the names that its loss reports, and report TOKENS",

@@ -24,7 +24,7 @@ from parallel_state.axes import DENSE_AXES
 from parallel_state.hangs.report import rank_text
 from parallel_state.layout import ParallelLayout
 from workers.train.batches import TokenBatch
-from workers.train.metrics import LOSS_COUNT
+from workers.train.metrics import LOSS_COUNT, LOSS_SIZE
 
 
 class NonFiniteGradient(MControllerError, ArithmeticError):
@@ -75,24 +75,33 @@ def all_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) ->
 
 
 def check_counts(method: str, reports: Sequence[Mapping[str, Tensor]]) -> None:
-    """Check that no rank's loss returned a negative count, which would reverse the training (a collective).
+    """Check what the loss is divided by (a collective): a negative count would reverse the training, 0 scale it.
 
     Args:
         method: the worker method that trained.
         reports: the reports of this rank's losses for the mini-batch.
 
     Raises:
-        ConfigError: on every rank.
+        ConfigError: on every rank, if a rank's loss returned a negative count, or all of them 0 and the loss is not 0.
     """
-    counts = all_gather_values(min((float(report[LOSS_COUNT]) for report in reports), default=0.0))
-    for rank, count in enumerate(counts):
-        if count < 0:
-            raise ConfigError(
-                f"{method}: the loss of a micro-batch on rank {rank} returned the count {count:g}; expected 0 or more: "
-                "the sum of the loss over the mini-batch is divided by it. The weights are unchanged",
-                key="loss",
-                value=count,
-            )
+    counts = [float(report[LOSS_COUNT]) for report in reports]
+    mine = min(counts, default=0.0), sum(counts), sum(float(report[LOSS_SIZE]) for report in reports)
+    ranks = all_gather_values(mine)
+    negative = [(least, rank) for rank, (least, _, _) in enumerate(ranks) if least < 0]
+    size = sum(size for _, _, size in ranks)
+    if negative:
+        count, rank = negative[0]
+        wrong = f"the loss of a micro-batch on rank {rank} returned the count {count:g}"
+    elif size > 0 and not any(count for _, count, _ in ranks):
+        count, wrong = 0.0, f"the loss of a mini-batch is {size:g}, and the counts that it returned are 0"
+    else:
+        return
+    raise ConfigError(
+        f"{method}: {wrong}: the sum of the loss over the mini-batch is divided by the sum of the counts, which must "
+        "be above 0. The weights are unchanged",
+        key="loss",
+        value=count,
+    )
 
 
 def raise_nonfinite(
@@ -113,7 +122,8 @@ def raise_nonfinite(
         gradient: this rank's ``first_nonfinite_gradient``.
         layout: of the ranks, for the message.
     """
-    names = sorted({name for report in reports for name, value in report.items() if not _is_finite(value)})
+    wrong = {name for report in reports for name, value in report.items() if not _is_finite(value)}
+    names = sorted(wrong - {LOSS_SIZE} or wrong)  # the loss alone if its report is finite
     findings = list(enumerate(all_gather_values((names, gradient))))
     ranks = [rank for rank, (wrong, _) in findings if wrong]
     gradients = {rank: finding for rank, (_, finding) in findings if finding is not None}

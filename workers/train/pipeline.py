@@ -20,7 +20,7 @@ from workers.schedule import releasing_inputs, run_schedule, scoring
 from workers.train.batches import TokenBatch
 from workers.train.forward import owned_targets, token_positions
 from workers.train.losses import checked_loss
-from workers.train.metrics import LOSS_COUNT
+from workers.train.metrics import LOSS_COUNT, LOSS_SIZE
 
 Forward = Callable[[nn.Module, TokenBatch], Any]
 """Maps a model chunk and a micro-batch to hidden states, or on the last stage to the argument of ``Loss``."""
@@ -61,7 +61,7 @@ def run_for_gradients(
     """Compute the gradients of one mini-batch, and return the reports of ``loss`` (an empty list off the last stage).
 
     Gradients are added to the chunks' gradients, and summed over data-parallel ranks. The caller divides them by the
-    sum of the counts that ``loss`` returned, which the reports have under ``LOSS_COUNT``.
+    sum of the counts that ``loss`` returned, which the reports have under ``LOSS_COUNT``, beside ``LOSS_SIZE``.
 
     Args:
         chunks: this rank's model chunks, inside DistributedDataParallel.
@@ -154,9 +154,10 @@ def _loss_for_megatron(
     local = replace(rows, mask=rows.mask * owned_targets(rows, pg), whole_mask=rows.mask)
     name = getattr(loss, "__qualname__", "the loss")
     total, count, report = checked_loss(name, loss(local, output), local, output)
+    report = report | {LOSS_COUNT: count, LOSS_SIZE: total.detach().abs()}
     # An infinite loss can have finite gradients. A loss of NaN makes them NaN, which the check before the step finds.
     total = total * torch.where(torch.isfinite(total.detach()), 1.0, math.nan)
-    return total, torch.zeros((), dtype=torch.int, device=total.device), report | {LOSS_COUNT: count}
+    return total, torch.zeros((), dtype=torch.int, device=total.device), report
 
 
 def _tracing(

@@ -23,7 +23,7 @@ from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize
 from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
-from workers.train.metrics import LOSS_COUNT, Rule, reduce_reports
+from workers.train.metrics import LOSS_COUNT, LOSS_SIZE, Rule, reduce_reports
 from workers.train.micro_batches import MicroBatcher
 from workers.train.mini_batches import Division, counted_sizes, mini_batches_of_update
 from workers.train.nonfinite import (
@@ -114,20 +114,26 @@ class Gradients:
         return [buffer for chunk in self._state.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def _computed(self) -> tuple[list[dict[str, Tensor]], Tensor]:
-        """Return the reports of the loss, and what it counts on all ranks of the model, or 1 if that is nothing."""
+        """Return the reports of the loss, and what it counts on all ranks of the model.
+
+        If it counts nothing, that is 1 if the loss is 0, and else NaN, as for a negative count: gradients become NaN,
+        so that only then the host reads the counts.
+        """
         assert self._state.optimizer is not None
         for chunk in self._state.model:
             chunk.zero_grad_buffer()
         self._state.optimizer.zero_grad()
         reports: list[dict[str, Tensor]] = self._compute(self._batches)
-        count = torch.zeros((), dtype=torch.float64, device=self._batches[0].tokens.device)
-        for report in reports:  # a negative count makes gradients NaN, so that only then the host reads it
-            count += torch.where(report[LOSS_COUNT] < 0, math.nan, report[LOSS_COUNT].double())
+        sums = torch.zeros(2, dtype=torch.float64, device=self._batches[0].tokens.device)
+        for report in reports:
+            count = torch.where(report[LOSS_COUNT] < 0, math.nan, report[LOSS_COUNT].double())
+            sums += torch.stack((count, report[LOSS_SIZE].double()))
         if self._pg.pp.size() > 1:
-            dist.broadcast(count, dist.get_process_group_ranks(self._pg.pp)[-1], group=self._pg.pp)
+            dist.broadcast(sums, dist.get_process_group_ranks(self._pg.pp)[-1], group=self._pg.pp)
         if self._pg.dp_cp.size() > 1:
-            dist.all_reduce(count, group=self._pg.dp_cp)
-        return reports, torch.where(count == 0, 1.0, count)
+            dist.all_reduce(sums, group=self._pg.dp_cp)
+        count, size = sums
+        return reports, torch.where(count == 0, torch.where(size == 0, 1.0, math.nan), count)
 
     def apply(self, *, advance: int, skips_nonfinite: bool) -> Step:
         """Make one optimizer step, or skip it.
@@ -137,7 +143,7 @@ class Gradients:
             skips_nonfinite: whether gradients that are not finite skip the step.
 
         Raises:
-            ConfigError: the loss returned a negative count.
+            ConfigError: the loss returned a negative count, or one of 0 for all of a mini-batch and is not 0.
             NonFiniteGradient: a gradient is NaN or Inf, and such steps are not skipped.
         """
         state, optimizer, scheduler = self._state, self._state.optimizer, self._state.scheduler
@@ -146,8 +152,8 @@ class Gradients:
         with span("optimizer"):
             step = guarded_step(optimizer)._replace(lr=lr)
         reports = [report for part in self.parts for report in part.reports]
-        if not step.made:
-            check_counts(self._method, reports)
+        for part in () if step.made else self.parts:
+            check_counts(self._method, part.reports)
         if step.overflow and not all_finite(reports, self._batches[0].tokens.device):
             step = step._replace(overflow=False)  # a smaller scale of the loss would not help
         self.routers.end(step.made)

@@ -47,6 +47,8 @@ def small_model(model: ModelConfig, layout: ParallelLayout) -> ModelConfig:
     """
     stages = layout.pp * (layout.vpp or 1)
     layers = min(model.num_layers, 2) if stages == 1 else stages
+    if model.names_layers:
+        layers = model.num_layers
     heads = max(_HEADS, 2 * layout.tp)
     grouped = model.num_query_groups not in (None, model.num_attention_heads)
     experts = None if model.num_moe_experts is None else max(min(model.num_moe_experts, _EXPERTS), 2 * layout.ep)

@@ -19,7 +19,7 @@ EXPERTS = {
     "moe_ffn_hidden_size": 32,
     "transformer": {"moe_router_load_balancing_type": "none"},
 }
-TOGETHER, APART = (1, {}), (2, {"ep": 2})
+TOGETHER, APART, STAGES = (1, {}), (2, {"ep": 2}), (2, {"pp": 2})
 
 
 def save_and_go_on(parallel: dict[str, Any], path: str, **changes: Any) -> dict[str, Any]:
@@ -40,26 +40,38 @@ def load_and_go_on(parallel: dict[str, Any], path: str, **changes: Any) -> dict[
     return {"metrics": metrics, "weights": weights(worker)} | settings
 
 
-def in_experts(fn: Any, layout: tuple[int, dict[str, Any]], path: Path, distributed: bool) -> dict[str, Any]:
-    return run_ranks(_in_experts, layout[0], fn, layout[1], str(path), distributed)[0]
+def in_experts(
+    fn: Any, layout: tuple[int, dict[str, Any]], path: Path, distributed: bool, trained: dict[str, Any]
+) -> dict[str, Any]:
+    return run_ranks(_in_experts, layout[0], fn, layout[1], str(path), distributed, trained)[0]
 
 
-def _in_experts(fn: Any, parallel: dict[str, Any], path: str, distributed: bool) -> dict[str, Any]:
-    return fn(parallel, path, model=EXPERTS, optim={"distributed_optimizer": distributed})
+def _in_experts(
+    fn: Any, parallel: dict[str, Any], path: str, distributed: bool, trained: dict[str, Any]
+) -> dict[str, Any]:
+    return fn(parallel, path, model=EXPERTS | trained, optim={"distributed_optimizer": distributed})
 
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(
-    ("saved_in", "loaded_in", "distributed"),
-    [(TOGETHER, APART, False), (APART, TOGETHER, True)],
-    ids=["apart-False", "together-True"],
+    ("saved_in", "loaded_in", "distributed", "trained"),
+    [
+        (TOGETHER, APART, False, {}),
+        (APART, TOGETHER, True, {"freeze": ["decoder.layers.0.*"]}),
+        (STAGES, STAGES, False, {"train_only": ["output_layer.weight"]}),
+    ],
+    ids=["apart", "together, a frozen layer", "a stage without trained weights"],
 )
 def test_training_of_experts_continues_in_another_layout(
-    saved_in: tuple[int, dict[str, Any]], loaded_in: tuple[int, dict[str, Any]], distributed: bool, tmp_path: Path
+    saved_in: tuple[int, dict[str, Any]],
+    loaded_in: tuple[int, dict[str, Any]],
+    distributed: bool,
+    trained: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """With experts on other ranks than the other weights, Megatron has two optimizers instead of one."""
-    saved = in_experts(save_and_go_on, saved_in, tmp_path, distributed)
-    loaded = in_experts(load_and_go_on, loaded_in, tmp_path, distributed)
+    saved = in_experts(save_and_go_on, saved_in, tmp_path, distributed, trained)
+    loaded = in_experts(load_and_go_on, loaded_in, tmp_path, distributed, trained)
     assert loaded["metrics"] == pytest.approx(saved["metrics"], abs=1e-5)
     assert largest_difference(saved["weights"], loaded["weights"]) < 1e-5
 
@@ -109,17 +121,21 @@ def unreadable(path: str) -> list[DataError]:
     del other.trainer.phases["sft"]
     with pytest.raises(DataError) as unknown_phase:
         other.load_checkpoint(path)
+    in_bfloat16 = actor({}, "actor", model={"dtype": "bfloat16"})
+    with pytest.raises(DataError) as another_dtype:
+        in_bfloat16.load_checkpoint(path)
     for file in directory.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(DataError) as truncated:
         worker.load_checkpoint(path)
-    return [unknown_phase.value, truncated.value]
+    return [unknown_phase.value, another_dtype.value, truncated.value]
 
 
 @pytest.mark.simulated
-def test_unknown_phase_and_truncated_files_are_reported(tmp_path: Path) -> None:
-    phase, truncated = run_ranks(unreadable, 1, str(tmp_path))[0]
+def test_unknown_phase_missing_state_and_truncated_files_are_reported(tmp_path: Path) -> None:
+    phase, dtype, truncated = run_ranks(unreadable, 1, str(tmp_path))[0]
     assert phase.phase == "sft"
+    assert dtype.missing and all(name.startswith("optimizer.state.fp32_param.") for name in dtype.missing)
     assert (truncated.path, truncated.file) == (f"{tmp_path}/global_step_0/__0_0.distcp", "__0_0.distcp")
 
 

@@ -79,6 +79,19 @@ def test_clip_limits_are_the_users_or_those_of_the_loss(fields: dict[str, Any], 
     assert f"clip_ratio_low={limits[0]:g}, clip_ratio_high={limits[1]:g}" in policy_loss_line(config)
 
 
+@pytest.mark.parametrize(
+    ("rows", "tokens", "size"), [(0, 0, (8, 40)), (3, 0, (3, 0)), (0, 90, (0, 90)), (3, 90, (3, 90))]
+)
+def test_passes_without_gradients_are_as_large_as_in_training_unless_either_size_is_set(
+    rows: int, tokens: int, size: tuple[int, int]
+) -> None:
+    fields = {"rollout": ROLLOUT, "log_prob_micro_batch_size": rows, "log_prob_max_tokens_per_micro_batch": tokens}
+    actor = ActorConfig(GPT, ppo_max_tokens_per_micro_batch=40, **fields)
+    fields = {"forward_micro_batch_size": rows, "forward_max_tokens_per_micro_batch": tokens}
+    critic = CriticConfig(GPT, ppo_max_tokens_per_micro_batch=40, **fields)
+    assert actor.scoring_size == critic.scoring_size == size
+
+
 NUMBERS = {"vocab_size": 8, "max_sequence_length": 8, "num_layers": 1, "hidden_size": 4, "num_attention_heads": 1}
 
 

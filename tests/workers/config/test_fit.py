@@ -106,32 +106,34 @@ def test_fields_that_packed_rows_do_not_support_are_rejected(transformer: dict[s
 
 
 @pytest.mark.parametrize(
-    ("transformer", "key"),
+    "transformer",
     [
-        ({"mtp_use_repeated_layer": True}, "mtp_use_repeated_layer"),
-        ({"experimental_attention_variant": "gated_delta_net"}, "experimental_attention_variant"),
-        ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs"),
-        ({"is_hybrid_model": True}, "is_hybrid_model"),
-        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
-        ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps"),
-        ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
-        ({"flash_decode": True}, "flash_decode"),
-        ({"perform_initialization": False}, "perform_initialization"),
-        ({"use_mup": True}, "use_mup"),
-        ({"qk_clip": True}, "qk_clip"),
-        ({"cross_entropy_loss_fusion": True}, "cross_entropy_loss_fusion"),
-        ({"use_te_rng_tracker": True}, "use_te_rng_tracker"),
-        ({"moe_use_legacy_grouped_gemm": True}, "moe_use_legacy_grouped_gemm"),
-        ({"transformer_impl": "inference_optimized"}, "transformer_impl"),
+        {"mtp_use_repeated_layer": True},
+        {"experimental_attention_variant": "gated_delta_net"},
+        {"heterogeneous_block_specs": True},
+        {"is_hybrid_model": True},
+        {"apply_residual_connection_post_layernorm": True},
+        {"moe_input_jitter_eps": 0.1},
+        {"cuda_graph_impl": "local"},
+        {"flash_decode": True},
+        {"perform_initialization": False},
+        {"use_mup": True},
+        {"num_microbatches_with_partial_activation_checkpoints": 1},
+        {"qk_clip": True},
+        {"cross_entropy_loss_fusion": True},
+        {"use_te_rng_tracker": True},
+        {"moe_use_legacy_grouped_gemm": True},
+        {"transformer_impl": "inference_optimized"},
     ],
 )
-def test_fields_that_megatron_would_silently_ignore_are_rejected(transformer: dict[str, Any], key: str) -> None:
+def test_fields_that_megatron_would_silently_ignore_are_rejected(transformer: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         ActorConfig(dataclasses.replace(GPT, transformer=transformer), rollout=ROLLOUT)
+    [key] = transformer
     assert caught.value.fields["key"] == f"model.transformer.{key}"
 
 
-@pytest.mark.parametrize("transformer", [{"fp8": "hybrid"}, {"cpu_offloading": True}])
+@pytest.mark.parametrize("transformer", [{"fp8": "hybrid"}, {"cpu_offloading": True}, {"softmax_type": "learnable"}])
 def test_local_layers_reject_fields_that_need_transformer_engine(transformer: dict[str, Any]) -> None:
     model = dataclasses.replace(GPT, transformer=transformer)
     check_fit(model, ParallelConfig())

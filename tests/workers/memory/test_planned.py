@@ -58,6 +58,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
         4,
     ),
+    "frozen layers": (MODEL | {"freeze": ["decoder.layers.[0-3].*"]}, {"pp": 2}, 2),
     "layers recomputed in pairs": (
         MODEL
         | {

@@ -267,6 +267,11 @@ def test_a_copy_of_the_embedding_that_differs_is_rejected(tmp_path: Path) -> Non
         ("model.position_embedding_type", {"position_embedding_type": "learned_absolute"}, {}),
         ("model.lora", {"lora": LoraConfig(rank=4, alpha=8.0)}, {}),
         ("model.transformer.moe_aux_loss_coeff", {"num_moe_experts": 4}, {"moe_aux_loss_coeff": 0.1}),
+        (
+            "model.transformer.moe_router_bias_update_rate",  # not 0 by default
+            {"num_moe_experts": 4},
+            {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+        ),
         ("model.transformer.mtp_use_repeated_layer", {}, {"mtp_use_repeated_layer": True}),
         ("model.transformer.mtp_num_layers", {}, {"mtp_num_layers": -1}),
         ("model.hybrid_layer_pattern", {"hybrid_layer_pattern": "*-" * LAYERS}, {}),

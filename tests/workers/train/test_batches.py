@@ -116,6 +116,8 @@ def test_invalid_batch_is_rejected_with_its_row_and_column() -> None:
         assert fractions == {"column": name, "dtype": "torch.float32"}
     assert rejection(advantages=advantages, input_ids=TWO_ROWS["input_ids"][:, 0])["column"] == "input_ids"
     assert rejection(advantages=torch.zeros(2, 2))["column"] == "advantages"
+    infinite = torch.tensor([[0.0, 0.0, 0.0], [torch.inf, 0.0, 0.0]])
+    assert rejection(advantages=infinite) == {"column": "advantages", "row": 1, "value": torch.inf}
     empty = {"responses": TWO_ROWS["responses"][:, :0], "advantages": advantages[:, :0]}
     assert rejection(**empty) == {"columns": ["input_ids", "responses"]}
     with pytest.raises(DataError) as caught:

@@ -87,8 +87,8 @@ def spoiled(how: str) -> tuple[list[torch.Tensor], torch.Tensor]:
     settings |= {"on_nonfinite": "raise" if how == "raise" else "skip"}
     worker, other = biased_actor({}, **settings), biased_actor({}, **settings)
     rows = experience(ROWS)
-    scale = 1e6 if how == "overflow" else torch.nan
-    worker.forward_backward(rows.with_tensors({"advantages": rows.batch["advantages"] * scale}))
+    column, scale = ("advantages", 1e6) if how == "overflow" else ("old_log_probs", torch.nan)
+    worker.forward_backward(rows.with_tensors({column: rows.batch[column] * scale}))
     if how == "raise":
         with pytest.raises(NonFiniteGradient):
             worker.optim_step()
@@ -111,7 +111,7 @@ def losses_of_parts(spoil: bool) -> tuple[dict[str, float], list[list[float]]]:
     """Return the metrics of a step with gradients of two calls, and the tokens that the routers counted in it."""
     worker = biased_actor({}, "global_aux_loss", on_nonfinite="skip")
     rows = experience(ROWS)
-    second = rows.with_tensors({"advantages": rows.batch["advantages"] * torch.nan}) if spoil else rows
+    second = rows.with_tensors({"old_log_probs": rows.batch["old_log_probs"] * torch.nan}) if spoil else rows
     worker.forward_backward(rows)
     worker.forward_backward(second, accumulate=True)
     routers = [module for module in worker.model[0].modules() if hasattr(module, "global_tokens_per_expert")]

@@ -82,14 +82,14 @@ def test_metrics_without_rules_are_an_error(rules: Any) -> None:
     assert run_ranks(update, 1) == ["metrics"]
 
 
-def with_negative_count(parallel: dict[str, Any], optim: dict[str, Any]) -> tuple[list[Any], float]:
+def with_other_count(parallel: dict[str, Any], optim: dict[str, Any], factor: float) -> tuple[list[Any], float]:
     """The error of an update, and of the step after forward_backward, and how far the weights have moved."""
 
-    def negated(loss: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        return loss[0], -loss[1], loss[2]
+    def changed(loss: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        return loss[0], factor * loss[1], loss[2]
 
     settings = {"ppo_epochs": 1, "optim": OPTIM | {"warmup_steps": 0} | optim}
-    worker = actor(parallel, "actor", overriding("loss", negated), **settings)
+    worker = actor(parallel, "actor", overriding("loss", changed), **settings)
     batch, before = own_shard(experience(8), worker), weights(worker)
     keys = [key_of_error(lambda: worker.update_actor(batch))]
     worker.forward_backward(batch)
@@ -97,12 +97,19 @@ def with_negative_count(parallel: dict[str, Any], optim: dict[str, Any]) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel", "optim"),
-    [(2, {}, {}), (2, {"pp": 2}, {"clip_grad": 0.0}), (1, {}, {"on_nonfinite": "skip"})],
-    ids=["dp2", "pp2 without clipping", "skipping"],
+    ("ranks", "parallel", "optim", "factor"),
+    [
+        (2, {}, {}, -1),
+        (2, {"pp": 2}, {"clip_grad": 0.0}, -1),
+        (1, {}, {"on_nonfinite": "skip"}, -1),
+        (2, {"pp": 2}, {}, 0),
+    ],
+    ids=["dp2", "pp2 without clipping", "skipping", "0"],
 )
-def test_a_negative_count_of_a_loss_does_not_reverse_the_training(ranks: int, parallel: Any, optim: Any) -> None:
-    assert run_ranks(with_negative_count, ranks, parallel, optim) == [(["loss"] * 2, 0.0)] * ranks
+def test_a_loss_that_counts_nothing_or_less_trains_nothing(
+    ranks: int, parallel: Any, optim: Any, factor: float
+) -> None:
+    assert run_ranks(with_other_count, ranks, parallel, optim, factor) == [(["loss"] * 2, 0.0)] * ranks
 
 
 def parting_rows() -> str:
