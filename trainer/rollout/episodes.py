@@ -519,6 +519,8 @@ class Episodes:
             submitted, turn.submitted, turn.is_awaited = turn.submitted, None, False
             running.deadline = time.monotonic() + self.timeout_s
             if submitted is not None and (error := submitted.exception()) is not None:
+                if not isinstance(error, MControllerError):  # of an engine's library: it may have no pickle
+                    error = MControllerError(text_of(error))
                 self._send(host, ("failed", running.number, request, error))
                 continue
             self._send(host, ("made", running.number, request, turn.take_unsent()))
