@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from mcontroller.errors import ConfigError
 from tests.trainer.rollout.engine import CALL, RESPONSE, Tools, a_rollout, next_token, whole
 from trainer import Trajectory
 from trainer.rollout.episode_loop import EpisodeLoop, serve_episodes
-from trainer.rollout.episodes import EpisodeError, Episodes, _Host, outcome_columns
+from trainer.rollout.episodes import PATIENCE_S, EpisodeError, Episodes, _Host, outcome_columns
 from trainer.rollout.trajectory_log import Taken, read, write
 from workers.generate.engine_protocol import Sampled
 
@@ -148,6 +149,23 @@ def test_messages_of_both_sides_that_a_pipe_does_not_hold_wait_for_no_other() ->
     theirs.close()
     serving.join(10)
     assert not serving.is_alive()
+
+
+def test_time_in_which_the_controller_does_something_else_is_not_that_of_the_episodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def uses_a_tool(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
+        made: Trajectory = await rollout.submit(problem["prompt_ids"])
+        await asyncio.sleep(3 * PATIENCE_S)
+        return made
+
+    seconds = iter(range(0, 10**6, 1000))  # of validation, between two looks at the clock
+    monkeypatch.setattr("trainer.rollout.episodes.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    episodes = Episodes(uses_a_tool, processes=0, timeout_s=60.0)
+    episodes.connect(a_rollout())
+    future = episodes.start({"prompt_ids": [10, 20]}, seed=5)
+    episodes.run()
+    assert future.result().tokens.tolist() == whole([10, 20], 5)
 
 
 def test_an_error_of_an_engine_without_a_pickle_is_that_of_its_episode() -> None:
