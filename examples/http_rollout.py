@@ -155,8 +155,8 @@ class HttpRollout(Rollout):
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
         if not self.asks:
             return None
-        samples = prompts.samples()
-        return asyncio.run(generate_by_requests([self.engine] * len(samples.ids), samples, sampling))
+        samples, vocab_size = prompts.samples(), self.config.model.vocab_size
+        return asyncio.run(generate_by_requests([self.engine] * len(samples.ids), samples, sampling, vocab_size))
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
         folder = Path(self.server.folder) / f"policy-{self.updates}"

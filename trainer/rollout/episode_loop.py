@@ -8,6 +8,7 @@ import inspect
 import math
 import pickle
 import selectors
+import threading
 import time
 import traceback
 from array import array
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from mcontroller.config.imports import import_object
@@ -197,24 +199,33 @@ def load_episode(function: str | Callable[..., Any], options: Mapping[str, Any])
 
 
 def serve_episodes(descriptor: int) -> None:
-    """Run episodes for the controller on the connection with this file descriptor: the body of a process."""
+    """Run episodes for the controller on the connection with this file descriptor: the body of a process.
+
+    Threads read and write the messages. If the event loop did, it could wait to write one to a controller that waits to
+    write one to it; and the controller would wait for every episode that blocks.
+    """
     with served(descriptor) as connection:
         function, options, tokenizer = connection.recv()
+        unsent = SimpleQueue[Any]()
         try:
-            episodes = EpisodeLoop(load_episode(function, options), tokenizer, connection.send)
+            episodes = EpisodeLoop(load_episode(function, options), tokenizer, unsent.put)
         except ConfigError as error:
             connection.send(str(error))
             return
         connection.send(None)
-        _serve_until_closed(episodes, connection)
+        for exchange in (partial(_write, connection, unsent), partial(_read, connection, episodes)):
+            threading.Thread(target=exchange, daemon=True).start()
+        episodes.loop.run_forever()
 
 
-def _serve_until_closed(episodes: EpisodeLoop, connection: Connection) -> None:
-    def receive() -> None:
-        try:
-            episodes.handle(connection.recv())
-        except (EOFError, ConnectionResetError):
-            episodes.loop.stop()
+def _write(connection: Connection, unsent: SimpleQueue[Any]) -> None:
+    with contextlib.suppress(OSError):  # the controller has ended, which the other thread notices
+        while True:
+            connection.send(unsent.get())
 
-    episodes.loop.add_reader(connection.fileno(), receive)
-    episodes.loop.run_forever()
+
+def _read(connection: Connection, episodes: EpisodeLoop) -> None:
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        while True:
+            episodes.loop.call_soon_threadsafe(episodes.handle, connection.recv())
+    episodes.loop.call_soon_threadsafe(episodes.loop.stop)

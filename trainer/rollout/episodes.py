@@ -43,6 +43,9 @@ PATIENCE_S = 0.05
 """[s] How long this process waits for its own episodes before the next step, if they wait for something else."""
 GRACE_S = 2.0
 """[s] How long a process may take to answer that it has cancelled an episode, before it is killed."""
+LISTENED_S = 1.0
+"""[s] The most by which the time limits of episodes run down between two calls of ``pump``: in between, the controller
+neither reads what they have sent nor lets those in its own process go on."""
 STALL_S = 10.0
 """[s] How long a message to or from a process may take, before it is killed."""
 
@@ -189,6 +192,7 @@ class Episodes:
         self._made: SimpleQueue[tuple[_Running, int, EpisodeTurn]] = SimpleQueue()
         self._streams: dict[EpisodeTurn, tuple[_Running, int]] = {}
         self._started = 0
+        self._now, self._pumped = 0.0, time.monotonic()
 
     def another(self) -> Episodes:
         """Return one with the same settings, whose episodes run apart from these."""
@@ -376,7 +380,7 @@ class Episodes:
         running.host = host = min(free, key=lambda host: len(host.running))
         self._waiting.popleft()
         running.prompts = 0
-        running.deadline = time.monotonic() + self.timeout_s
+        running.deadline = self._now + self.timeout_s
         self._running[running.number] = host.running[running.number] = running
         longest = self._connected().limits["response_length"]
         self._send(host, ("start", running.number, running.problem, running.seed, longest))
@@ -517,15 +521,19 @@ class Episodes:
             if host is None or not is_current or not turn.is_awaited or (turn.submitted and turn.submitted.cancelled()):
                 continue
             submitted, turn.submitted, turn.is_awaited = turn.submitted, None, False
-            running.deadline = time.monotonic() + self.timeout_s
+            running.deadline = self._now + self.timeout_s
             if submitted is not None and (error := submitted.exception()) is not None:
+                if not isinstance(error, MControllerError):  # of an engine's library: it may have no pickle
+                    error = MControllerError(text_of(error))
                 self._send(host, ("failed", running.number, request, error))
                 continue
             self._send(host, ("made", running.number, request, turn.take_unsent()))
 
     def _check_deadlines(self) -> None:
         """Stop the episodes that take too long; a process that does not answer is blocked by one of its episodes."""
-        now = time.monotonic()
+        before, self._pumped = self._pumped, time.monotonic()
+        self._now += min(self._pumped - before, LISTENED_S)
+        now = self._now
         late = [running for running in self._running.values() if running.deadline < now and not running.waits]
         for running in late:
             running.deadline = float("inf")

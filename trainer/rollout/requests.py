@@ -18,7 +18,7 @@ from typing import Any
 
 from mcontroller.errors import DataError, MControllerError
 from workers.config.sampling import OF_REQUESTS
-from workers.generate.engine_protocol import Engine, EngineLost, RequestFailed, Sampled
+from workers.generate.engine_protocol import Engine, EngineLost, RequestFailed, Sampled, check_answer
 from workers.generate.sampling import later_seed
 
 BLOCK_TOKENS = 64
@@ -327,54 +327,38 @@ class RoutedEngines:
 
     def _add_part(self, request: Request, sends: int, part: Sampled) -> None:
         with self.lock:
-            if sends == request.sends and not request.done():  # it was not sent again meanwhile
-                error = self._wrong_answer(request, part)
-                if error is None:
-                    request.received(part)
-                else:
-                    request.answered(error)
-                    assert request.sent is not None
-                    request.sent.cancel()
+            if sends != request.sends or request.done():  # it was sent again meanwhile, or has ended
+                return
+            try:
+                check_answer(part, request.left, self._vocab_size)
+            except DataError as error:
+                request.answered(error)
+                assert request.sent is not None
+                request.sent.cancel()
+            else:
+                request.received(part)
 
     def _settle(self, request: Request, sent: Future[Sampled]) -> None:
         """Answer a request, or let the next ``step`` send it once more, to other engines, if all were lost."""
         with self.lock:
             if sent is not request.sent:  # it was sent again meanwhile
                 return
-            if sent.cancelled():  # by its engine, unless the request was
-                text = "an engine cancelled a request by itself"
-                error: BaseException | None = RequestFailed(text, engine="", length=len(request.prompt))
-            else:
-                error = sent.exception()
+            answer = self._answer(request, sent)
             may_repeat = self._engines is None and self._driven and not request.is_repeated
-            if isinstance(error, NoEngineLeft) and may_repeat:
+            if isinstance(answer, NoEngineLeft) and may_repeat:
                 request.is_repeated = True
                 self._unsent.append(request)
                 self.router = None
-            elif not request.done() and request.answered(
-                error or self._wrong_answer(request, sent.result()) or sent.result()
-            ):
+            elif not request.done() and request.answered(answer):
                 self.start(request)
             else:
                 self._in_flight.pop(request, None)
 
-    def _wrong_answer(self, request: Request, sampled: Sampled) -> DataError | None:
-        """Return the error of an engine that does not answer as ``Sampled`` says, or has another model, if it shows."""
-        made, counted = len(sampled.tokens), sum(count for _, count in sampled.versions)
-        scored = made if sampled.log_probs is None else len(sampled.log_probs)
-        if made > request.left or not made == counted == scored:
-            return DataError(
-                f"an engine returned {made} tokens with {scored} log-probabilities and the versions of {counted} "
-                f"tokens; expected one of each for every token, and at most {request.left} tokens",
-                field="tokens",
-                length=made,
-            )
-        least, greatest = min(sampled.tokens, default=0), max(sampled.tokens, default=0)
-        if 0 <= least <= greatest < self._vocab_size:
-            return None
-        return DataError(
-            f"an engine returned tokens from {least} to {greatest}, and the policy's are 0 to {self._vocab_size - 1}: "
-            "it has another model. Start it with the policy's",
-            field="tokens",
-            token=greatest if least >= 0 else least,
-        )
+    def _answer(self, request: Request, sent: Future[Sampled]) -> Sampled | Exception:
+        if sent.cancelled():  # by its engine, unless the request was
+            return RequestFailed("an engine cancelled a request by itself", engine="", length=len(request.prompt))
+        try:
+            check_answer(answer := sent.result(), request.left, self._vocab_size)
+        except Exception as error:
+            return error
+        return answer

@@ -9,34 +9,60 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mcontroller.errors import DataError
 from workers.config.sampling import OF_REQUESTS
-from workers.generate.engine_protocol import Engine, Sampled
+from workers.generate.engine_protocol import Engine, Sampled, check_answer
 from workers.generate.rollout_protocol import Generated, LogProbBasis, Prompts
-from workers.generate.sampling import Sampling
+from workers.generate.sampling import Sampling, later_seed
 
 
-async def generate_by_requests(engines: Sequence[Engine], samples: Prompts, sampling: Sampling) -> Generated:
+async def generate_by_requests(
+    engines: Sequence[Engine], samples: Prompts, sampling: Sampling, vocab_size: int
+) -> Generated:
     """Return the responses to prompts, in their order.
 
     Args:
         engines: by row, the engine that generates it, with log-probabilities.
         samples: the prompts, with one row for each response.
         sampling: how they are generated.
+        vocab_size: of the policy.
 
     Raises:
+        DataError: an engine does not answer as ``Sampled`` says, without log-probabilities, or has another model.
         EngineLost: an engine takes no more requests.
         RequestFailed: an engine rejects a request.
     """
-    settings = {name: getattr(sampling, name) for name in OF_REQUESTS if name != "max_tokens"}
-    settings["eos_token_id"] = list(sampling.eos_token_ids)
     rows = zip(engines, samples.ids, samples.attention_mask.bool(), samples.seeds.flatten().tolist(), strict=True)
     answers = await asyncio.gather(
         *(
-            engine.generate(array("q", ids[mask].tolist()), {**settings, "seed": seed})
+            _response(engine, array("q", ids[mask].tolist()), sampling, seed, vocab_size)
             for engine, ids, mask, seed in rows
         )
     )
     return _generated(answers, samples, sampling)
+
+
+async def _response(engine: Engine, prompt: array[int], sampling: Sampling, seed: int, vocab_size: int) -> Sampled:
+    """Return a whole response: what a partial answer leaves out is another request."""
+    settings = {name: getattr(sampling, name) for name in OF_REQUESTS if name != "max_tokens"}
+    settings["eos_token_id"] = list(sampling.eos_token_ids)
+    tokens, log_probs, experts, known = array("q"), array("d"), list[Tensor](), 0
+    while True:
+        left = sampling.response_length - len(tokens)
+        settings |= {"seed": later_seed(seed, len(tokens)), "response_length": left}
+        answer = await engine.generate(prompt + tokens, {**settings})
+        check_answer(answer, left, vocab_size)
+        if answer.log_probs is None:
+            raise DataError("an engine returned no log-probabilities, which a batch needs", field="log_probs")
+        tokens += answer.tokens
+        log_probs += answer.log_probs
+        if answer.experts is not None:
+            experts.append(answer.experts[known:])
+            known = len(answer.experts)
+        has_ended = len(answer.tokens) == left or (answer.tokens and tokens[-1] in sampling.eos_token_ids)
+        if has_ended or not answer.is_partial:
+            whole = torch.cat(experts) if experts else None
+            return Sampled(tokens, log_probs, (), basis=answer.basis, experts=whole)
 
 
 def _generated(answers: Sequence[Sampled], samples: Prompts, sampling: Sampling) -> Generated:

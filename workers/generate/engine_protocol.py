@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from mcontroller.errors import MControllerError
+from mcontroller.errors import DataError, MControllerError
 
 
 class EngineLost(MControllerError):
@@ -70,6 +70,36 @@ class Sampled(NamedTuple):
     is_partial: bool = False
     basis: Mapping[str, Any] | None = None
     experts: Tensor | None = None
+
+
+def check_answer(answer: Sampled, most: int, vocab_size: int) -> None:
+    """Check that an engine answers as ``Sampled`` says, with tokens of the policy.
+
+    Args:
+        answer: of the engine, or a part of one.
+        most: [tokens] of its request.
+        vocab_size: of the policy.
+
+    Raises:
+        DataError: it does not, or shows that it has another model; ``field`` is ``tokens``.
+    """
+    made, counted = len(answer.tokens), sum(count for _, count in answer.versions)
+    scored = made if answer.log_probs is None else len(answer.log_probs)
+    if made > most or not made == counted == scored:
+        raise DataError(
+            f"an engine returned {made} tokens with {scored} log-probabilities and the versions of {counted} "
+            f"tokens; expected one of each for every token, and at most {most} tokens",
+            field="tokens",
+            length=made,
+        )
+    least, greatest = min(answer.tokens, default=0), max(answer.tokens, default=0)
+    if not 0 <= least <= greatest < vocab_size:
+        raise DataError(
+            f"an engine returned tokens from {least} to {greatest}, and the policy's are 0 to {vocab_size - 1}: it has "
+            "another model. Start it with the policy's",
+            field="tokens",
+            token=greatest if least >= 0 else least,
+        )
 
 
 class Engine(Protocol):

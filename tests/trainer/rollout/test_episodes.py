@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import socket
+import struct
+import threading
 from collections.abc import Mapping
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +20,10 @@ import pytest
 from mcontroller.errors import ConfigError
 from tests.trainer.rollout.engine import CALL, RESPONSE, Tools, a_rollout, next_token, whole
 from trainer import Trajectory
-from trainer.rollout.episode_loop import EpisodeLoop
-from trainer.rollout.episodes import EpisodeError, Episodes, _Host, outcome_columns
+from trainer.rollout.episode_loop import EpisodeLoop, serve_episodes
+from trainer.rollout.episodes import PATIENCE_S, EpisodeError, Episodes, _Host, outcome_columns
 from trainer.rollout.trajectory_log import Taken, read, write
+from workers.generate.engine_protocol import Sampled
 
 TOOLS = "tests.trainer.rollout.engine:Tools"
 PROMPTS = [[10 + row, 20, 3 * row + 1][: 1 + row % 3] for row in range(12)]
@@ -126,6 +132,61 @@ def test_processes_that_block_or_end_are_replaced(monkeypatch: pytest.MonkeyPatc
         assert isinstance(made, Trajectory) and (made.tokens, made.mask) == (right.tokens, right.mask)
     assert metrics["episodes/failed"] == 2.0 and metrics["episodes/died"] == metrics["episodes/timed_out"] == 1.0
     assert metrics["episodes/restarted"] >= 3.0 and metrics["episodes/replaced_processes"] >= 2.0
+
+
+def test_messages_of_both_sides_that_a_pipe_does_not_hold_wait_for_no_other() -> None:
+    ours, theirs = Pipe()
+    with socket.fromfd(ours.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 10, 0))
+    serving = threading.Thread(target=serve_episodes, args=(os.dup(theirs.fileno()),), daemon=True)
+    serving.start()
+    ours.send((TOOLS, {}, None))
+    assert ours.recv() is None
+    for number in range(4):  # each episode submits its prompt, which nobody reads yet
+        ours.send(("start", number, {"prompt_ids": [5] * 100_000}, 0, RESPONSE))
+    assert [ours.recv()[:2] for _ in range(4)] == [("submit", number) for number in range(4)]
+    ours.close()
+    theirs.close()
+    serving.join(10)
+    assert not serving.is_alive()
+
+
+def test_time_in_which_the_controller_does_something_else_is_not_that_of_the_episodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def uses_a_tool(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
+        made: Trajectory = await rollout.submit(problem["prompt_ids"])
+        await asyncio.sleep(3 * PATIENCE_S)
+        return made
+
+    seconds = iter(range(0, 10**6, 1000))  # of validation, between two looks at the clock
+    monkeypatch.setattr("trainer.rollout.episodes.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    episodes = Episodes(uses_a_tool, processes=0, timeout_s=60.0)
+    episodes.connect(a_rollout())
+    future = episodes.start({"prompt_ids": [10, 20]}, seed=5)
+    episodes.run()
+    assert future.result().tokens.tolist() == whole([10, 20], 5)
+
+
+def test_an_error_of_an_engine_without_a_pickle_is_that_of_its_episode() -> None:
+    class Refused(OSError):
+        def __init__(self, *, url: str) -> None:
+            super().__init__(f"{url} is refused")
+
+    class Refusing:
+        name = "refusing"
+
+        async def generate(self, *_: Any) -> Sampled:
+            raise Refused(url="http://engine")
+
+        async def close(self) -> None: ...
+
+    episodes = Episodes(Tools, processes=0)
+    episodes.connect(a_rollout(engines=[Refusing()]))
+    future = episodes.start({"prompt_ids": [3]}, seed=0)
+    episodes.run()
+    error = future.exception()
+    assert isinstance(error, EpisodeError) and error.kind == "raised" and "http://engine" in str(error)
 
 
 def test_a_process_lost_at_any_message_neither_loses_nor_repeats_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:

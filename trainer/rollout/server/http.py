@@ -1,7 +1,7 @@
 """The HTTP side of the server, on Starlette and uvicorn: the extra ``agents``.
 
-Anybody who can reach the port can connect. A connection without a whole request costs a file descriptor and no thread,
-for a limited time; a request without the key of a session is answered before its body is read.
+Anybody who can reach the port can connect. A connection costs a file descriptor and no thread. A request without the
+key of a session is answered before its body is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mcontroller.errors import ConfigError, DataError
 from trainer.data.tokenizers import TextTokenizer
@@ -46,9 +45,7 @@ APIS: Mapping[str, type[Api]] = {
 }
 """The paths that are served, also below a folder whose name is the API key."""
 IDLE_S = 30
-"""[s] Longest time in which a connection sends the header of a request, and a request its body."""
-MAX_STRANGERS = 256
-"""Most connections that have sent no whole header of a request yet: one more closes the oldest."""
+"""[s] Longest time in which the body of a request arrives, and between two requests of a connection."""
 CLOSE_S = 5.0
 """[s] Longest time to wait for the thread of the server when it is closed."""
 
@@ -98,11 +95,10 @@ class HttpServer:
                 value=port,
             ) from error
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
-        strangers: dict[_Connection, None] = {}
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http=partial(_Connection, strangers),  # type: ignore[arg-type]
+            http="h11",
             ws="none",
             lifespan="off",
             log_config=None,
@@ -251,52 +247,6 @@ class _EventStream(StreamingResponse):
         with self._running:
             async with aclosing(self._events):
                 await super().__call__(scope, receive, send)
-
-
-class _Connection(H11Protocol):
-    """A connection that is closed if it sends no whole request for long, or its first one later than many others.
-
-    Args:
-        strangers: the connections without a first request, from the oldest.
-        options: of uvicorn.
-    """
-
-    def __init__(self, strangers: dict[_Connection, None], **options: Any) -> None:
-        super().__init__(**options)
-        self._strangers = strangers
-        self._time_limit: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._update()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._update()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._update()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._update()
-
-    def _update(self) -> None:
-        is_serving = self.cycle is not None and not self.cycle.response_complete
-        if is_serving or self.transport.is_closing():
-            self._strangers.pop(self, None)
-            if self._time_limit is not None:
-                self._time_limit.cancel()
-                self._time_limit = None
-        elif self._time_limit is None:
-            self._time_limit = self.loop.call_later(IDLE_S, self.transport.abort)
-            if self.cycle is None:
-                self._strangers[self] = None
-            if len(self._strangers) > MAX_STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                oldest.transport.abort()
 
 
 async def _not_served(request: Request, error: Any) -> Response:

@@ -94,13 +94,17 @@ class Turn:
         """The log-probabilities of ``tokens``."""
         return self.conversation.trajectory.log_probs[self.start : self.start + len(self.tokens)].tolist()
 
-    def read(self, tokenizer: TextTokenizer) -> None:
-        """Read the tokens that have arrived."""
+    def read(self, tokenizer: TextTokenizer, *, is_last: bool = False) -> None:
+        """Read the tokens that have arrived; unless it is the last time, not before they are 1% more than before.
+
+        The text of all is decoded again: for every token, that would take longer than to generate it.
+        """
         trajectory = self.conversation.trajectory
-        made = trajectory.tokens[self.start : len(trajectory.mask)].tolist()  # the mask is the last column to grow
-        if self.stopped_at is not None or len(made) == len(self.tokens):
+        end, known = len(trajectory.mask), len(self.tokens)  # the mask is the last column to grow
+        if self.stopped_at is not None or end - self.start - known <= (0 if is_last else known // 100):
             return
-        self.tokens, self.text = made, tokenizer.decode(made)
+        self.tokens = made = trajectory.tokens[self.start : end].tolist()
+        self.text = tokenizer.decode(made)
         ends = []
         for stop in self.request.stop:
             if (place := self.text.find(stop)) >= 0:
@@ -333,7 +337,7 @@ class ChatSession:
                 is_done = turn.submitted.done()
                 if is_done:
                     self._raise_failure(turn.submitted)
-                turn.read(self._tokenizer)
+                turn.read(self._tokenizer, is_last=is_done)
                 if is_done or turn.stopped_at is not None:
                     turn.submitted.cancel()
                     pending.remove(turn)

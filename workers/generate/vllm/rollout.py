@@ -146,7 +146,8 @@ class VllmRollout(Rollout):
         async def requested() -> Generated:
             engines = [address.connect() for address in addresses]
             try:
-                return await generate_by_requests([engines[share] for share in shares], samples, sampling)
+                vocab_size = self._config.model.vocab_size
+                return await generate_by_requests([engines[share] for share in shares], samples, sampling, vocab_size)
             finally:
                 for engine in engines:
                     await engine.close()

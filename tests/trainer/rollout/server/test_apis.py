@@ -23,8 +23,10 @@ from tests.trainer.rollout.server.test_chat_server import ASK, CALL, END, SHIFT,
 from trainer import Trajectory, TrajectoryRollout
 from trainer.rollout.episodes import Episodes
 from trainer.rollout.reference_engine import ReferenceEngine
+from trainer.rollout.server.chat_requests import ChatRequest
 from trainer.rollout.server.chat_server import AgentEpisode, ChatServer
-from trainer.rollout.server.sessions import ChatSession
+from trainer.rollout.server.sessions import ChatSession, Conversation, Turn
+from trainer.rollout.server.tool_calls import TOOL_FORMATS
 from workers.generate.engine_protocol import Sampled
 
 ANSWER = "It is 5."
@@ -165,6 +167,25 @@ def test_the_stop_text_that_is_complete_first_ends_a_turn_however_many_tokens_ar
     answer = post(session, server, messages=ASK, stop=["abc", "b"]).json()["choices"][0]
     (made,) = session.close()
     assert answer["message"]["content"] == "xa" and made.tokens.tolist() == Letters().encode("xab")
+
+
+def test_a_turn_is_not_decoded_again_for_every_token() -> None:
+    class Counting(Letters):
+        decoded = 0
+
+        def decode(self, ids: Sequence[int]) -> str:
+            self.decoded += len(ids)
+            return super().decode(ids)
+
+    tokenizer, made, length = Counting(), Trajectory([5]), 3000
+    request = ChatRequest.of({"messages": ASK, "stop": ["b"]})
+    turn = Turn(Conversation([], [], made), 0, request, TOOL_FORMATS["hermes"])
+    for number in range(length):
+        made.sampled(Letters().encode("a"), [-0.5])
+        turn.read(tokenizer)
+        assert number * 0.99 <= len(turn.tokens) <= number + 1
+    turn.read(tokenizer, is_last=True)
+    assert turn.text == "a" * length and tokenizer.decoded < 150 * length
 
 
 def test_a_token_that_is_a_part_of_a_character_has_no_bytes(serve: Callable[..., ChatServer]) -> None:
