@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from mcontroller.devices import why_torch_has_no_gpu
+from mcontroller.devices import torch_without_gpu
 
 if not torch.cuda.is_available():
-    raise SystemExit(f"this benchmark needs a GPU: {why_torch_has_no_gpu()}")
+    raise SystemExit(str(torch_without_gpu()))
 
 from megatron.core.packed_seq_params import PackedSeqParams
 

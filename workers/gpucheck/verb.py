@@ -28,8 +28,7 @@ from pathlib import Path
 import torch
 
 from mcontroller.cli.doctor import versions
-from mcontroller.devices import why_torch_has_no_gpu
-from mcontroller.errors import ResourceError
+from mcontroller.devices import torch_without_gpu
 from workers.gpucheck import equality, size
 from workers.gpucheck.report import SKIPPED, Report
 from workers.gpucheck.scale import FULL, GB, TINY, Session
@@ -49,12 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         ResourceError: torch can use no GPU.
     """
     if not torch.cuda.is_available():
-        listed = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        raise ResourceError(
-            f"torch {torch.__version__} for CUDA {torch.version.cuda} can use no GPU: {why_torch_has_no_gpu()}. "
-            f"Install a build for the CUDA of nvidia-smi, or change CUDA_VISIBLE_DEVICES, which is {listed!r}",
-            visible=listed,
-        )
+        raise torch_without_gpu()
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what workers, their processes and NCCL print is not among the rows
     report = Report(output)
