@@ -91,6 +91,8 @@ def _transfer(session: Session, transport: str, number: signal.Signals) -> None:
         for _ in range(int(_DEADLINE_S)):  # NCCL's watchdog may end the process
             source.execute_func_rank_zero(_device_copy_gb_per_s)
             time.sleep(1.0)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # a stopped process keeps its part of the GPU's memory
 
 
 def _generate(session: Session, name: str, actor: ActorConfig) -> None:
