@@ -22,6 +22,7 @@ from mcontroller.files import (
     check_new_directory,
     discard_directory,
     free_space,
+    is_lfs_pointer,
     partial_path,
     release_lock,
     start_directory,
@@ -189,7 +190,8 @@ def open_safetensors(file: Path) -> safetensors.safe_open:
     try:
         return safetensors.safe_open(file, framework="pt")
     except (OSError, safetensors.SafetensorError) as error:
-        text = f"{file.name} in {str(file.parent)!r} cannot be read: {error}"
+        pointer = "it is a pointer of Git LFS, not the file: run `git lfs pull`"
+        text = f"{file.name} in {str(file.parent)!r} cannot be read: {pointer if is_lfs_pointer(file) else error}"
         raise DataError(text, path=file.name) from error
 
 
