@@ -39,14 +39,14 @@ class Report:
                 block raises, which is the figure ``error``.
         """
         figures: dict[str, Figure] = {}
-        limits, started = limits or {}, time.monotonic()
+        limits, started, result = limits or {}, time.monotonic(), FAILED
         try:
             yield figures
+            if all(float(figures.get(figure, "nan")) <= limit for figure, limit in limits.items()):
+                result = PASSED
         except Exception as error:  # what else is broken matters as much
             figures["error"] = f"{type(error).__name__}: {error}".partition("\n")[0][:400]
         finally:  # also if the run is stopped
-            is_within = all(float(figures.get(figure, "nan")) <= limit for figure, limit in limits.items())
-            result = PASSED if is_within and "error" not in figures else FAILED
             self.write(result, name, figures=figures, limits=limits, seconds=round(time.monotonic() - started, 2))
 
     def write(self, result: str, name: str, **values: Any) -> None:
