@@ -128,7 +128,8 @@ def _generate(session: Session, name: str, actor: ActorConfig) -> None:
         figures["device_copy_gb_per_s"] = group.execute_func_rank_zero(_device_copy_gb_per_s)
         figures["log_prob_difference"] = drift_of(again, group.compute_log_prob(again))
         figures["sleep_s"], _ = timed(group.offload)
-        figures["left_gb"] = group.execute_func_rank_zero(_used_gb)
+        free, total = group.execute_func_rank_zero(torch.cuda.mem_get_info)
+        figures["left_gb"] = (total - free) / GB
         figures["wake_s"], after = timed(group.generate_sequences, greedy)
         figures["rows_changed_by_sleep"] = int((after.batch["responses"] != again.batch["responses"]).any(1).sum())
 
@@ -137,8 +138,3 @@ def _device_copy_gb_per_s() -> float:
     source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     seconds, _ = fastest(torch.empty_like(source).copy_, source)
     return source.nbytes / GB / seconds
-
-
-def _used_gb() -> float:
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / GB
