@@ -80,20 +80,30 @@ def check_torch_without_gpu() -> None:
         ResourceError: torch is built without CUDA, the driver is older than torch's CUDA, or no GPU has the names in
             CUDA_VISIBLE_DEVICES.
     """
+    if DRIVER.exists():
+        raise torch_without_gpu()
+    logging.getLogger(__name__).warning(
+        "this rank of a GPU pool computes on the CPU: Ray assigned it CUDA_VISIBLE_DEVICES=%s, but the node has no "
+        "NVIDIA driver (%s does not exist)",
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        DRIVER,
+    )
+
+
+def torch_without_gpu() -> ResourceError:
+    """Return the error for a node whose GPUs torch cannot use, with the reason that torch gives."""
     import torch
 
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not DRIVER.exists():
-        logging.getLogger(__name__).warning(
-            "this rank of a GPU pool computes on the CPU: Ray assigned it CUDA_VISIBLE_DEVICES=%s, but the node has no "
-            "NVIDIA driver (%s does not exist)",
-            listed,
-            DRIVER,
-        )
-        return
-    reason = why_torch_has_no_gpu()
-    driver = DRIVER.read_text().splitlines()[0].removeprefix("NVRM version:").strip()
-    raise ResourceError(
+    driver = "missing"
+    if DRIVER.exists():
+        driver = DRIVER.read_text().splitlines()[0].removeprefix("NVRM version:").strip()
+    reason = "torch.cuda.is_available() is False"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
+    return ResourceError(
         f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use no GPU of this node, whose driver is {driver} "
         f"and CUDA_VISIBLE_DEVICES={listed}: {reason}. Install a torch for this driver, or use a pool with "
         "use_gpu=False",
@@ -102,14 +112,3 @@ def check_torch_without_gpu() -> None:
         driver=driver,
         visible=listed,
     )
-
-
-def why_torch_has_no_gpu() -> str:
-    """Return the first sentence of the error that torch raises when it initializes CUDA."""
-    import torch
-
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
-        return str(error).splitlines()[0].split(". ")[0].rstrip(".")
-    return "torch.cuda.is_available() is False"

@@ -17,6 +17,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+
+from mcontroller.devices import torch_without_gpu
+
+if not torch.cuda.is_available():
+    raise SystemExit(str(torch_without_gpu()))
+
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from benchmarks.parts.plain_step import MicroBatch, plain_step

@@ -169,7 +169,11 @@ def steps_of_worker(model: Any) -> Any:
 
 
 @pytest.mark.processes
-def test_the_plain_loop_finds_its_modules_by_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("program", "error"), [("train_step_plain.py", ""), ("train_step_gpu.py", "torch ")])
+def test_a_part_finds_its_modules_by_itself_and_ends_early_without_a_gpu(
+    tmp_path: Path, program: str, error: str
+) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, train_step_plain.__file__, "--help"]
-    subprocess.run(command, check=True, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    command = [sys.executable, Path(train_step_plain.__file__).with_name(program), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stderr.startswith(error) and done.stderr.count("\n") == done.returncode == bool(error)

@@ -10,23 +10,27 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import ray
 import torch
 
-from mcontroller import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
+from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
 from mcontroller.errors import MControllerError
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig
 from workers.config.vllm import VllmConfig
 from workers.generate.vllm.interpreter import has_vllm
 from workers.gpucheck.ranks import ranks_on_one_gpu
-from workers.gpucheck.scale import EXPERTS, GB, Session, batch_of, fastest, prompts_of, timed
+from workers.gpucheck.report import SKIPPED
+from workers.gpucheck.scale import EXPERTS, GB, Session, batch_of, fastest, timed
+from workers.parity.cases import prompt_columns
 from workers.parity.computed import drift_of
+from workers.parity.roles import TOKENS
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
 _DEADLINE_S = 20.0
 """[s] A transfer to a lost process fails after this, and its sender must live as long after that."""
-_DECODED = 128
-"""The most tokens that are generated for a prompt."""
+_PROMPTS, _DECODED = 32, 128
+"""Prompts of an engine, and the most tokens that it generates for one."""
 
 
 @contextlib.contextmanager
@@ -40,55 +44,55 @@ def _group(actor: ActorConfig, role: str, pool: RayResourcePool) -> Iterator[Any
         yield group
 
 
-def transfers(session: Session) -> None:
-    """Send weights to a group on the same GPU, and kill or stop the process that receives."""
+def check(session: Session) -> None:
+    """Start a Ray cluster on this machine, with two slots for processes on each GPU, and run all checks on it."""
+    with session.report.row("ray") as figures:
+        figures["gpus"] = count = torch.cuda.device_count()
+        ray.init("local", num_cpus=2 * count + 1, num_gpus=count, include_dashboard=False, log_to_driver=False)
+    for transport, number in (("cuda_ipc", signal.SIGKILL), ("process_group", signal.SIGSTOP)):
+        _transfer(session, transport, number)
+    with_experts = replace(EXPERTS, router_replay="rollout")
+    _generate(session, "megatron", session.actor)
+    _generate(session, "megatron, experts replayed", with_experts)
+    if has_vllm(session.vllm_python):
+        _generate(session, "vllm", session.actor)
+        _generate(session, "vllm, started again", session.actor)
+        _generate(session, "vllm, experts replayed", with_experts)
+    else:
+        session.report.write(SKIPPED, "vllm", reason=f"{session.vllm_python} has no vllm: pass --vllm-python")
+    ray.shutdown()
+
+
+def _transfer(session: Session, transport: str, number: signal.Signals) -> None:
+    """Send weights to a group on the same GPU, then a signal to the process that receives.
+
+    The sender must get an error, and be usable for some time after it.
+    """
     actor = session.actor
     other = replace(actor, model=replace(actor.model, seed=actor.model.seed + 1))
-    for transport, number in (("cuda_ipc", signal.SIGKILL), ("process_group", signal.SIGSTOP)):
-        with (
-            RayResourcePool([1], max_colocate_count=2) as pool,
-            _group(actor, "actor", pool) as source,
-            _group(other, "rollout", pool) as target,
-            WeightTransfer(source, target, transport=transport, timeout=_DEADLINE_S) as transfer,
-        ):
-            for name in ("weights", "updated weights"):
-                with session.report.row(f"{name} by {transport}") as figures:
-                    report = transfer.run()  # raises if fingerprints differ
-                    sent = report.bytes_sent / GB
-                    figures |= {"sent_gb": sent, "seconds": report.seconds, "gb_per_s": sent / report.seconds}
-                source.update_actor(batch_of(actor))
-            _lose_peer(session, f"peer lost by {transport}, {number.name}", transfer, number)
-
-
-def _lose_peer(session: Session, name: str, transfer: WeightTransfer, number: signal.Signals) -> None:
-    """Send a signal to the receiving process; the sender must get an error, and be usable for some time after it."""
-    pid = transfer.target.execute_func_rank_zero(os.getpid)
-    with session.report.row(name, {"until_error_s": 3 * _DEADLINE_S}) as figures:
+    with (
+        session.report.row(f"weights by {transport}, {number.name}", {"until_error_s": 3 * _DEADLINE_S}) as figures,
+        RayResourcePool([1], max_colocate_count=2) as pool,
+        _group(actor, "actor", pool) as source,
+        _group(other, "rollout", pool) as target,
+        WeightTransfer(source, target, transport=transport, timeout=_DEADLINE_S) as transfer,
+    ):
+        for name in ("first", "update"):
+            report = transfer.run()  # raises if fingerprints differ
+            figures |= {"sent_gb": report.bytes_sent / GB, f"{name}_s": report.seconds}
+            source.update_actor(batch_of(actor))
+        pid = target.execute_func_rank_zero(os.getpid)
         os.kill(pid, number)
         started = time.monotonic()
         try:
             transfer.run()
         except MControllerError as error:  # of the transfer, or of the dead rank, whichever is noticed first
             figures |= {"reported": str(error).partition("\n")[0][:200], "until_error_s": time.monotonic() - started}
-        watched_until = time.monotonic() + _DEADLINE_S
-        while time.monotonic() < watched_until:  # NCCL's watchdog may end the process
-            transfer.source.execute_func_rank_zero(_device_copy_gb_per_s)
+        for _ in range(int(_DEADLINE_S)):  # NCCL's watchdog may end the process
+            source.execute_func_rank_zero(_device_copy_gb_per_s)
             time.sleep(1.0)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)  # a stopped process keeps its part of the GPU's memory
-
-
-def engines(session: Session) -> None:
-    """Generate beside a loaded actor, with Megatron's layers and with vLLM, which starts a second time."""
-    with_experts = replace(EXPERTS, router_replay="rollout")
-    _generate(session, "megatron", session.actor)
-    _generate(session, "megatron, experts replayed", with_experts)
-    if not has_vllm(session.vllm_python):
-        session.report.skip("vllm", f"{session.vllm_python} has no vllm: pass --vllm-python")
-        return
-    _generate(session, "vllm", session.actor)
-    _generate(session, "vllm, started again", session.actor)
-    _generate(session, "vllm, experts replayed", with_experts)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # a stopped process keeps its part of the GPU's memory
 
 
 def _generate(session: Session, name: str, actor: ActorConfig) -> None:
@@ -96,48 +100,41 @@ def _generate(session: Session, name: str, actor: ActorConfig) -> None:
 
     Args:
         session: the run.
-        name: of the rows: the engine, and what is special.
+        name: of the row: the engine, and what is special.
         actor: the policy.
     """
     engine, vllm = name.partition(",")[0], VllmConfig(python=session.vllm_python)
     length = min(_DECODED, actor.rollout.response_length)
     rollout = replace(actor.rollout, engine=engine, vllm=vllm, response_length=length, verify_weights="fingerprints")
-    row, greedy, started = session.report.row, prompts_of(actor, do_sample=False), time.monotonic()
-    policy = replace(actor, rollout=rollout)
-    with RayResourcePool([1]) as pool, _group(policy, "actor_rollout", pool) as group:
-        with row(f"{name}: start") as figures:
-            figures["seconds"] = time.monotonic() - started
+    columns = prompt_columns(_PROMPTS, rollout.prompt_length, actor.model.vocab_size)
+    greedy = DataProto.from_dict(columns, meta_info=TOKENS | {"do_sample": False})
+    started = time.monotonic()
+    # 28 layers round more than the four of part a: 0.018 on an H100
+    limits = {"log_prob_difference": 4e-2, "rows_changed_by_sleep": 0}
+    with (
+        session.report.row(name, limits) as figures,
+        RayResourcePool([1]) as pool,
+        _group(replace(actor, rollout=rollout), "actor_rollout", pool) as group,
+    ):
+        figures["start_s"] = time.monotonic() - started
         trained = group.generate_sequences(greedy)
         trained = trained.union(group.compute_log_prob(trained))
         trained.batch["advantages"] = trained.batch["response_mask"].float()
         trained.meta_info.pop("metrics", None)
         group.update_actor(trained)
         again = group.generate_sequences(greedy)  # gets the new weights, and raises if their fingerprints differ
-        metrics = {name: float(torch.tensor(value).max()) for name, value in again.meta_info.get("metrics", {}).items()}
-        if "rollout/update_bytes" in metrics:
-            with row(f"{name}: update") as figures:
-                seconds, sent = metrics["rollout/update_seconds"], metrics["rollout/update_bytes"] / GB
-                figures |= {"sent_gb": sent, "seconds": seconds, "gb_per_s": sent / seconds}
-                figures["device_copy_gb_per_s"] = group.execute_func_rank_zero(_device_copy_gb_per_s)
-        # 28 layers round more than the four of part a: 0.018 on an H100
-        with row(f"{name}: log-probabilities after an update", {"difference": 4e-2}) as figures:
-            figures["difference"] = drift_of(again, group.compute_log_prob(again))
-        with row(f"{name}: rows that differ after sleep", {"rows": 0}) as figures:
-            figures["sleep_s"], _ = timed(group.offload)
-            figures["left_gb"] = group.execute_func_rank_zero(_used_gb)
-            figures["wake_s"], after = timed(group.generate_sequences, greedy)
-            figures["rows"] = int((after.batch["responses"] != again.batch["responses"]).any(1).sum())
-        with row(f"{name}: sampled tokens") as figures:
-            seconds, sampled = fastest(group.generate_sequences, prompts_of(actor))
-            figures["tokens_per_s"] = int(sampled.batch["response_mask"].sum()) / seconds
+        metrics = again.meta_info.get("metrics", {})
+        figures |= {name: float(torch.tensor(value).max()) for name, value in metrics.items()}
+        figures["device_copy_gb_per_s"] = group.execute_func_rank_zero(_device_copy_gb_per_s)
+        figures["log_prob_difference"] = drift_of(again, group.compute_log_prob(again))
+        figures["sleep_s"], _ = timed(group.offload)
+        free, total = group.execute_func_rank_zero(torch.cuda.mem_get_info)
+        figures["left_gb"] = (total - free) / GB
+        figures["wake_s"], after = timed(group.generate_sequences, greedy)
+        figures["rows_changed_by_sleep"] = int((after.batch["responses"] != again.batch["responses"]).any(1).sum())
 
 
 def _device_copy_gb_per_s() -> float:
     source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     seconds, _ = fastest(torch.empty_like(source).copy_, source)
     return source.nbytes / GB / seconds
-
-
-def _used_gb() -> float:
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / GB

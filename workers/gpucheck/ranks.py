@@ -7,7 +7,6 @@ speed and memory are not.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import multiprocessing
@@ -16,7 +15,8 @@ import pickle
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def ranks_on_one_gpu(host: str) -> dict[str, str]:
     return {"NCCL_HOSTID": host, **sockets}
 
 
-class Ranks(contextlib.AbstractContextManager["Ranks"]):
+class Ranks:
     """Processes that compute cases together, one for each rank; they start with the first case that needs them.
 
     Args:
@@ -48,9 +48,6 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     def __init__(self, limit_s: float = 600.0) -> None:
         self._limit_s = limit_s
         self._ranks: list[ProcessPoolExecutor] = []
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
 
     def run(self, function: Callable[..., Any], case: Case, *arguments: Any) -> list[Any]:
         """Return what ``function(case, *arguments)`` returns on each of the ranks of the case.
@@ -63,15 +60,14 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
             self._ranks.append(ProcessPoolExecutor(1, spawn, _be_rank, (rank,)))
         with tempfile.TemporaryDirectory(prefix="ranks") as folder:
             call = f"file://{folder}/rendezvous", self._limit_s, function, case, *arguments
-            futures = [self._ranks[rank].submit(_compute, rank, *call) for rank in range(case.ranks)]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for rank, future in enumerate(futures):
-            if future in done and (error := future.exception()):
-                self.end()
-                raise RuntimeError(f"rank {rank}: {type(error).__name__}: {error}") from error
-        return [pickle.loads(future.result()) for future in futures]
+            ranks = {self._ranks[rank].submit(_compute, rank, *call): rank for rank in range(case.ranks)}
+            for future in as_completed(ranks):
+                if error := future.exception():
+                    self.close()
+                    raise RuntimeError(f"rank {ranks[future]}: {type(error).__name__}: {error}") from error
+        return [pickle.loads(future.result()) for future in ranks]
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill the processes, which may wait for each other."""
         for process in multiprocessing.active_children():
             process.kill()
@@ -82,7 +78,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 
 def in_one_process(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Return what a function returns on one rank for each of the arguments; the first is a case."""
-    with Ranks() as ranks:
+    with closing(Ranks()) as ranks:
         return [ranks.run(function, *arguments)[0] for arguments in calls]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
@@ -20,12 +21,12 @@ class Report:
 
     Attributes:
         part: the part of the next rows.
-        names: the rows so far, by result.
+        results: the result and the name of each row so far.
     """
 
     def __init__(self, output: TextIO) -> None:
         self.part = ""
-        self.names: dict[str, list[str]] = {PASSED: [], FAILED: [], SKIPPED: []}
+        self.results: list[tuple[str, str]] = []
         self._output = output
 
     @contextlib.contextmanager
@@ -38,31 +39,30 @@ class Report:
                 block raises, which is the figure ``error``.
         """
         figures: dict[str, Figure] = {}
-        limits, started = limits or {}, time.monotonic()
+        limits, started, result = limits or {}, time.monotonic(), FAILED
         try:
             yield figures
+            if all(float(figures.get(figure, "nan")) <= limit for figure, limit in limits.items()):
+                result = PASSED
         except Exception as error:  # what else is broken matters as much
             figures["error"] = f"{type(error).__name__}: {error}".partition("\n")[0][:400]
-        is_within = all(float(figures.get(figure, "nan")) <= limit for figure, limit in limits.items())
-        result = PASSED if is_within and "error" not in figures else FAILED
-        self._write(result, name, figures=figures, limits=limits, seconds=round(time.monotonic() - started, 2))
+        finally:  # also if the run is stopped
+            self.write(result, name, figures=figures, limits=limits, seconds=round(time.monotonic() - started, 2))
 
-    def skip(self, name: str, reason: str) -> None:
-        """Write a row that is not checked."""
-        self._write(SKIPPED, name, reason=reason)
-
-    def _write(self, result: str, name: str, **values: Any) -> None:
+    def write(self, result: str, name: str, **values: Any) -> None:
+        """Write a row that is known."""
         row = {"result": result, "part": self.part, "name": name, **values}
         print(json.dumps(row), file=self._output, flush=True)
-        self.names[result].append(name)
+        self.results.append((result, name))
 
     @property
     def status(self) -> int:
         """1 if a row failed or nothing was checked, otherwise 0."""
-        return int(bool(self.names[FAILED]) or not self.names[PASSED])
+        return int({result for result, _ in self.results} - {SKIPPED} != {PASSED})
 
     def summary(self) -> str:
         """Return the number of rows by result, and which failed."""
-        counts = ", ".join(f"{len(names)} {result}" for result, names in self.names.items())
-        failed = "".join(f"\nfailed: {name}" for name in self.names[FAILED])
-        return f"{counts}; docs/gpu.md: what to do if a row fails{failed}"
+        counts = Counter(result for result, _ in self.results)
+        failed = [f"\nfailed: {name}" for result, name in self.results if result == FAILED]
+        numbers = ", ".join(f"{counts[result]} {result}" for result in (PASSED, FAILED, SKIPPED))
+        return f"{numbers}; docs/gpu.md: what to do if a row fails{''.join(failed)}"

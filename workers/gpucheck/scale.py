@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from torch import Tensor
 
 from mcontroller import DataProto
 from workers.config import ActorConfig
 from workers.gpucheck.report import Report
-from workers.parity.cases import LARGE, MODELS, SMALL, prompt_columns
-from workers.parity.roles import TOKENS, actor_config
+from workers.parity.cases import LARGE, MODELS, SMALL
+from workers.parity.roles import actor_config
 from workers.verify.roles import rows_of_role
 
 GB = 2**30
@@ -23,7 +24,6 @@ LAYERS = ["local", "transformer_engine"] if HAVE_TE else ["local"]
 """The implementations of layers that this machine can use; a run uses the last."""
 SIZES = SMALL | {"hidden_size": 128, "ffn_hidden_size": 256, "transformer_impl": "local"}
 """Fields of ModelConfig of parts a and e: widths that kernels of a GPU accept, a vocabulary that tp does not divide."""
-_PROMPTS = 32
 
 
 def _actor(model: Mapping[str, Any], prompt: int, response: int) -> ActorConfig:
@@ -57,24 +57,20 @@ class Session:
         actor: of parts b to d.
         folder: for checkpoints.
         vllm_python: the interpreter of engines.
+        scores: of the actor in part c, by precision.
     """
 
     report: Report
     actor: ActorConfig
     folder: Path
     vllm_python: str
+    scores: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 def batch_of(actor: ActorConfig) -> DataProto:
     """Return a batch for an update of rows of full length."""
     rollout = actor.rollout
     return rows_of_role(0, actor, actor.ppo_mini_batch_size, rollout.prompt_length, rollout.response_length)
-
-
-def prompts_of(actor: ActorConfig, **settings: Any) -> DataProto:
-    """Return prompts of different lengths; ``settings`` are those of the generation."""
-    columns = prompt_columns(_PROMPTS, actor.rollout.prompt_length, actor.model.vocab_size)
-    return DataProto.from_dict(columns, meta_info=TOKENS | settings)
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:

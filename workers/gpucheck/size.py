@@ -16,6 +16,8 @@ from workers.parity.computed import difference, mean_difference, scores
 from workers.parity.roles import call, policy
 from workers.verify.roles import ModelRole
 
+PRECISIONS = ["bfloat16", *(["tensorwise", "delayed", "blockwise"] if LAYERS[-1] == "transformer_engine" else [])]
+"""bfloat16, and the recipes of FP8 that Transformer Engine has."""
 _LEFT_GB = 0.5
 """Workspaces of libraries that an offload leaves: 0.24 GB were measured on an H100, with FP8."""
 _ROUNDS = 3
@@ -27,9 +29,9 @@ def memory(session: Session) -> None:
     actor, rollout = session.actor, session.actor.rollout
     role = ModelRole.of(ActorRolloutRefWorker, actor, "actor", 1)
     update = RoleCall(role, "update_actor", rollout.prompt_length, rollout.response_length)
-    estimate = without_gpus(estimated)(update).peak
     limits = {"deviation": 0.03 if LAYERS[-1] == "transformer_engine" else 0.1}
-    with policy(actor) as worker, session.report.row("update", limits) as figures:
+    with session.report.row("update", limits) as figures, policy(actor) as worker:
+        estimate = without_gpus(estimated)(update).peak
         call(worker, "update_actor", batch_of(actor))  # makes the optimizer's state
         torch.cuda.reset_peak_memory_stats()
         figures["seconds"], updated = timed(call, worker, "update_actor", batch_of(actor))
@@ -40,28 +42,27 @@ def memory(session: Session) -> None:
         figures["deviation"] = abs(peak / estimate - 1)
 
 
-def precisions(session: Session) -> None:
-    """Compare scores and updates in FP8 with bfloat16, and offload and reload what was trained."""
-    report, batch, expected = session.report, batch_of(session.actor), dict[str, torch.Tensor]()
-    recipes = ("tensorwise", "delayed", "blockwise") if LAYERS[-1] == "transformer_engine" else ()
-    for recipe in ("bfloat16", *recipes):
-        fields = {} if recipe == "bfloat16" else {"fp8": "hybrid", "fp8_recipe": recipe}
-        model = replace(session.actor.model, transformer=fields)
-        with policy(replace(session.actor, model=model)) as worker:
-            with report.row(f"update in {recipe}", {"mean before": 0.2, "mean after": 0.2}) as figures:
-                results = {"before": scores(worker, batch)}
-                for _ in range(_ROUNDS):
-                    call(worker, "update_actor", batch)
-                results["after"] = scores(worker, batch)
-                expected = expected or results
-                figures |= {f"mean {when}": mean_difference(results[when], expected[when]) for when in results}
-            for number in range(_ROUNDS):
-                _offload(session, f"offload and reload {number + 1} in {recipe}", worker)
-            if recipe == "bfloat16":
-                with report.row("scores after reload", {"difference": 0.0}) as figures:
-                    figures["difference"] = difference(scores(worker, batch), results["after"])
-    if not recipes:
-        report.skip("FP8", "Transformer Engine is not installed")
+def precision(session: Session, recipe: str) -> None:
+    """Compare scores and updates with those in bfloat16, and offload and reload what was trained.
+
+    Args:
+        session: the run.
+        recipe: of FP8, or ``bfloat16``.
+    """
+    batch, results = batch_of(session.actor), session.scores.setdefault(recipe, {})
+    expected = session.scores.get("bfloat16", {})
+    fields = {} if recipe == "bfloat16" else {"fp8": "hybrid", "fp8_recipe": recipe}
+    actor = replace(session.actor, model=replace(session.actor.model, transformer=fields))
+    limits = {"mean before": 0.2, "mean after": 0.2} if fields else {"changed by reload": 0.0}
+    with session.report.row(f"update in {recipe}", limits) as figures, policy(actor) as worker:
+        results["before"] = scores(worker, batch)
+        for _ in range(_ROUNDS):
+            call(worker, "update_actor", batch)
+        results["after"] = scores(worker, batch)
+        figures |= {f"mean {when}": mean_difference(results[when], expected[when]) for when in results}
+        for number in range(_ROUNDS):
+            _offload(session, f"offload and reload {number + 1} in {recipe}", worker)
+        figures["changed by reload"] = difference(scores(worker, batch), results["after"])
 
 
 def _offload(session: Session, name: str, worker: Any) -> None:

@@ -1,7 +1,7 @@
 """Check GPUs, first of all on a new machine: equality with the CPU, memory, FP8, groups on Ray, NCCL.
 
 Prints a line of JSON for each row as soon as it is known, and at the end, on standard error, which rows failed. The
-status is 0 if no row failed, 1 if one did or nothing was checked, and 2 if there is no GPU that torch can use.
+status is 1 if a row failed, or nothing was checked.
 
 part a: versions, and scores, tokens and updates of the parity cases against the CPU
 part b: peak memory of an update of a model of 1.7B parameters
@@ -18,25 +18,20 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mcontroller.cli.doctor import versions
-from mcontroller.devices import why_torch_has_no_gpu
+from mcontroller.devices import torch_without_gpu
 from workers.gpucheck import equality, size
-from workers.gpucheck.report import Report
+from workers.gpucheck.report import SKIPPED, Report
 from workers.gpucheck.scale import FULL, GB, TINY, Session
-
-UNUSABLE = 2
-"""Exit status if there is no GPU, or an argument is wrong."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,14 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the checks, print the rows and the summary, and return the exit status."""
+    """Run the checks, print the rows and the summary, and return the exit status.
+
+    Raises:
+        ResourceError: torch can use no GPU.
+    """
     if not torch.cuda.is_available():
-        sys.stderr.write(
-            f"gpucheck: torch {torch.__version__} for CUDA {torch.version.cuda} can use no GPU: "
-            f"{why_torch_has_no_gpu()}: install a build for the CUDA version that nvidia-smi prints, or change "
-            f"CUDA_VISIBLE_DEVICES, which is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')!r}\n"
-        )
-        return UNUSABLE
+        raise torch_without_gpu()
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what workers, their processes and NCCL print is not among the rows
     report = Report(output)
@@ -63,20 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
         session = Session(report, actor, Path(folder), arguments.vllm_python)
         for report.part in sorted(set(arguments.part or _PARTS)):
             for check in _PARTS[report.part]:
-                _run(check, session)
+                check(session)
+                gc.collect()  # modules refer to each other in circles
+                torch.cuda.empty_cache()
     sys.stderr.write(report.summary() + "\n")
     return report.status
-
-
-def _run(check: Callable[[Session], None], session: Session) -> None:
-    """Run a check; those after one that raises outside of its rows run too."""
-    try:
-        check(session)
-    except Exception as error:
-        with session.report.row(check.__name__):
-            raise error
-    gc.collect()  # modules refer to each other in circles
-    torch.cuda.empty_cache()
 
 
 def _machine(session: Session) -> None:
@@ -89,25 +74,19 @@ def _machine(session: Session) -> None:
 
 
 def _groups(session: Session) -> None:
-    """Run the checks of groups on a Ray cluster of this machine, with slots for two groups on each GPU."""
+    """Run part d if Ray is installed."""
     if find_spec("ray") is None:
-        session.report.skip("groups", "ray cannot be imported")
+        session.report.write(SKIPPED, "groups", reason="ray cannot be imported")
         return
-    import ray
-
     from workers.gpucheck import groups
 
-    count = torch.cuda.device_count()
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-    with ray.init("local", num_cpus=2 * count + 1, num_gpus=count, **quiet):
-        _run(groups.transfers, session)
-        _run(groups.engines, session)
+    groups.check(session)
 
 
 _PARTS = {
     "a": (_machine, equality.parity),
     "b": (size.memory,),
-    "c": (size.precisions,),
+    "c": [partial(size.precision, recipe=recipe) for recipe in size.PRECISIONS],
     "d": (_groups,),
     "e": (equality.layouts,),
 }

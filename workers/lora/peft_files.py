@@ -19,7 +19,14 @@ from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config.model import ModelConfig
 from workers.lora.adapters import Adapter, adapters_of, changed_beside_adapters
 from workers.lora.base import base_hash
-from workers.weights.hf.files import open_safetensors, publish_export, save_tensors, start_export
+from workers.weights.hf.files import (
+    discarded_if_it_fails,
+    open_safetensors,
+    publish_export,
+    save_tensors,
+    start_export,
+    writing_to,
+)
 from workers.weights.moves import Span
 from workers.weights.shards import WeightShard, whole_shard
 from workers.weights.whole_tensors import Receivers, WholeTensors, tensors_in
@@ -168,7 +175,7 @@ def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None
 
     Raises:
         ConfigError: the model has no adapter, or trains weights that PEFT's format does not have.
-        DataError: ``path`` exists and is not empty.
+        DataError: ``path`` exists and is not empty, or cannot be written. The group goes on, and nothing is left there.
     """
     lora, target = model.lora, Path(path)
     with before_changes():
@@ -177,14 +184,16 @@ def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None
             why = "model.lora is not set" if lora is None else f"{', '.join(sorted(also)[:3])} are trained too"
             text = f"the adapter alone cannot be exported: {why}; export the merged model instead"
             raise ConfigError(text, key="model.lora")
+        tensors, config = adapter_tensors(chunks), peft_config(chunks, model)
         raise_on_every_rank(lambda: start_export(target) if dist.get_rank() == 0 else None)
-    tensors, config = adapter_tensors(chunks), peft_config(chunks, model)
 
     def write() -> None:
-        write_adapter(partial_path(target), tensors, config, base_sha256=base_hash(model))
-        publish_export(target)
+        with writing_to(target):
+            write_adapter(partial_path(target), tensors, config, base_sha256=base_hash(model))
+            publish_export(target)
 
-    raise_on_every_rank(lambda: write() if dist.get_rank() == 0 else None)
+    with before_changes(), discarded_if_it_fails(target):
+        raise_on_every_rank(lambda: write() if dist.get_rank() == 0 else None)
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], **metadata: str) -> None:

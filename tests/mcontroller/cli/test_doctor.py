@@ -7,12 +7,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mcontroller.cli.doctor import NodeAgent, check_shared_memory, check_versions, findings_of
+from mcontroller.cli.doctor import check_shared_memory, check_versions, findings_of, listen, unreachable
 from mcontroller.cli.main import main
 from tests.mcontroller.cli.two_raylets import ADDRESS
 
@@ -37,14 +40,14 @@ def test_another_version_on_one_node_of_a_cluster_fails_and_names_the_node(tmp_p
     assert (node, check) == ("all", "versions")
     assert "tensordict" in facts and f"'{ADDRESS}': '0.0.1'" in facts and "torch" not in facts
     checks = [row[2] for row in rows if row[0] == "ok" and row[2] != "shared"]
-    assert checks == ["ports", "ports", "checkpoints"]
+    assert checks == ["ports", "ports", "checkpoints", "checkpoints"]
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_an_address_without_a_cluster_has_a_status_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--address", "no address"]) == 2
+def test_an_address_without_a_cluster_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--address", "no address"]) == 1
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.out == "" and printed.err.startswith("mcontroller doctor: ResourceError: ")
 
 
 @pytest.mark.parametrize(
@@ -64,32 +67,44 @@ def test_little_shared_memory_fails_on_a_node_with_gpus(size: int, has_driver: b
     assert check_shared_memory("10.0.0.1", size * MIB, has_driver).failed is failed
 
 
-def test_agents_reach_each_other_and_report_why_they_do_not() -> None:
-    listening, connecting = NodeAgent(), NodeAgent()
-    port = listening.listen()
-    assert connecting.unreachable({"127.0.0.1": port}) == {}
-    assert list(connecting.unreachable({"127.0.0.1": 1})) == ["127.0.0.1:1"]
+def test_nodes_reach_each_other_and_report_why_they_do_not() -> None:
+    assert unreachable({"127.0.0.1": listen()}) == []
+    [error] = unreachable({"127.0.0.1": 1})
+    assert error.startswith("127.0.0.1:1 ")
 
 
-def test_a_node_that_does_not_answer_and_directories_that_differ_fail(tmp_path: Path) -> None:
-    """Each node sees its directory of checkpoints in another place; the third one does not answer."""
+@pytest.mark.parametrize(
+    ("folders", "failed"),
+    [
+        ({"first": "shared", "second": "shared"}, set()),
+        ({"first": "shared", "second": "other"}, {("checkpoints", "second")}),
+        ({"first": "shared", "second": "nowhere"}, {("checkpoints", "second")}),
+        ({"first": "a file", "second": "shared"}, {("checkpoints", "first")}),
+        ({"gone": None, "second": "shared"}, {("agent", "gone")}),
+    ],
+)
+def test_a_node_that_does_not_answer_and_directories_that_differ_fail(
+    tmp_path: Path, folders: dict[str, str | None], failed: set[tuple[str, str]]
+) -> None:
+    """Each node has its directory of checkpoints in another place; a node without a folder does not answer."""
+    for name in ("shared", "other"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    (tmp_path / "a file").touch()
 
-    class Node(NodeAgent):
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def in_folder(folder: str | None) -> Callable[..., Future[Any]]:
+        def call(function: Callable[..., Any], *arguments: Any) -> Any:
+            if folder is None:
+                raise ConnectionError("the node is gone")
+            of_node = [tmp_path / folder / it.relative_to("/") if isinstance(it, Path) else it for it in arguments]
+            return function(*of_node)
 
-        def has(self, path: str) -> bool:
-            return super().has(str(Path(path).parent / self.name / Path(path).name))
+        return partial(threads.submit, call)
 
-    def lost(method: str, *arguments: object) -> object:
-        raise ConnectionError("the node is gone")
-
-    nodes = {"127.0.0.1": partial(_call, Node(".")), "127.0.0.2": partial(_call, Node("other"))}
-    findings = list(findings_of({**nodes, "gone": lost}, str(tmp_path)))
-    failed = {finding.check: finding for finding in findings if finding.failed}
-    assert failed.keys() == {"agent", "checkpoints"}
-    assert failed["agent"].node == "gone" and "127.0.0.2" in failed["checkpoints"].facts
-
-
-def _call(agent: NodeAgent, method: str, *arguments: object) -> object:
-    return getattr(agent, method)(*arguments)
+    with ThreadPoolExecutor(4) as threads:
+        findings = list(
+            findings_of({address: in_folder(folder) for address, folder in folders.items()}, "/checkpoints")
+        )
+    assert {
+        (finding.check, finding.node) for finding in findings if finding.failed and finding.check != "ports"
+    } == failed
+    assert not [file for file in tmp_path.rglob(".doctor*")]

@@ -6,6 +6,7 @@ A limit of the file size stands for a full disk: the kernel ends a write with an
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import signal
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from mcontroller.errors import DataError, is_before_changes
 from tests.forking import run_ranks
-from tests.workers.roles import actor, critic
+from tests.workers.roles import MODEL, actor, critic
 
 pytestmark = pytest.mark.processes
 
@@ -60,27 +61,39 @@ def test_full_disk(tmp_path: Path, where: str, asynchronous: bool) -> None:
         assert after == ["global_step_3"]
 
 
-def export_fails_then_works(path: str, rank: int) -> tuple[str, bool, list[str], list[str]]:
-    worker = actor({"pp": RANKS}, "actor")
+LORA = {"rank": 4, "alpha": 8.0, "targets": ["all-linear"]}
+
+
+def export_fails_then_works(path: str, rank: int, method: str) -> tuple[str, bool, list[str], list[str]]:
+    worker = actor({"pp": RANKS}, "actor", model=MODEL | ({"lora": LORA} if method == "export_adapter" else {}))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if worker.rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, unlimited[1]))
     with pytest.raises(DataError) as caught:
-        worker.export_hf(path)
+        getattr(worker, method)(path)
     dist.barrier()
-    left = names(str(Path(path).parent))
+    left = os.listdir(Path(path).parent)
     dist.barrier()
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    worker.export_hf(path)
+    getattr(worker, method)(path)
     return caught.value.path, is_before_changes(caught.value), left, names(path)
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
-def test_an_export_that_one_rank_cannot_write_leaves_nothing_and_the_group_goes_on(tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "method", "file", "written"),
+    [
+        (0, "export_hf", "rank-00000", {"model-00001-of-00002.safetensors", "config.json"}),
+        (1, "export_hf", "rank-00001", {"model-00001-of-00002.safetensors", "config.json"}),
+        (0, "export_adapter", "adapter_model", {"adapter_model.safetensors", "adapter_config.json"}),
+    ],
+)
+def test_an_export_that_one_rank_cannot_write_leaves_nothing_and_the_group_goes_on(
+    tmp_path: Path, rank: int, method: str, file: str, written: set[str]
+) -> None:
     target = tmp_path / "model"
-    results = run_ranks(export_fails_then_works, RANKS, str(target), rank, timeout_s=60)
+    results = run_ranks(export_fails_then_works, RANKS, str(target), rank, method, timeout_s=60)
     for path, is_rejected, left, after in results:
-        assert path.startswith(str(tmp_path / f".model.partial/rank-0000{rank}")) and is_rejected
+        assert path.startswith(str(tmp_path / ".model.partial" / file)) and is_rejected
         assert left == []
-        assert "model-00001-of-00002.safetensors" in after and "config.json" in after
+        assert written <= set(after)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 
 import pytest
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def sleep_on_rank_zero(case: Case) -> None:
 
 
 def test_cases_after_one_that_fails_run_on_ranks_of_their_number() -> None:
-    with Ranks() as ranks:
+    with closing(Ranks()) as ranks:
         with pytest.raises(RuntimeError, match="rank 1: ValueError"):
             ranks.run(fail_on_rank_one, Case(2))
         assert ranks.run(ranks_that_answer, Case(1)) == [[0]]
@@ -51,6 +52,6 @@ def test_cases_after_one_that_fails_run_on_ranks_of_their_number() -> None:
 def test_a_rank_that_hangs_outside_of_collectives_ends_and_its_line_is_written(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with Ranks(limit_s=5.0) as ranks, pytest.raises(RuntimeError, match="rank"):
+    with closing(Ranks(limit_s=5.0)) as ranks, pytest.raises(RuntimeError, match="rank"):
         ranks.run(sleep_on_rank_zero, Case(2))
     assert "in sleep_on_rank_zero" in capfd.readouterr().err

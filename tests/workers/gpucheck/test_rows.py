@@ -74,7 +74,7 @@ def test_an_error_or_a_missing_figure_fails_its_row_and_others_follow() -> None:
         raise RuntimeError("CUDA error: out of memory\nCompile with ...")
     with report.row("padded", {"ratio": 1.2}) as figures:
         figures["seconds"] = 1.5
-    report.skip("packed", "there is no reason")
+    report.write(SKIPPED, "packed", reason="there is no reason")
     lines = [json.loads(line) for line in written.getvalue().splitlines()]
     assert [(line["part"], line["name"], line["result"]) for line in lines] == [
         ("b", "first", PASSED),
@@ -84,12 +84,20 @@ def test_an_error_or_a_missing_figure_fails_its_row_and_others_follow() -> None:
     ]
     assert lines[1]["figures"] == {"error": "RuntimeError: CUDA error: out of memory"}
     assert lines[2]["limits"] == {"ratio": 1.2} and all(line["seconds"] >= 0 for line in lines[:3])
-    assert report.names == {PASSED: ["first"], FAILED: ["memory", "padded"], SKIPPED: ["packed"]}
+
+
+def test_a_row_that_is_stopped_keeps_its_figures() -> None:
+    report = Report(written := io.StringIO())
+    with pytest.raises(SystemExit), report.row("vllm") as figures:
+        figures["start_s"] = 60.0
+        raise SystemExit(1)
+    row = json.loads(written.getvalue())
+    assert row["result"] == FAILED and row["figures"] == {"start_s": 60.0}
 
 
 def test_a_run_that_checked_nothing_fails() -> None:
     report = Report(io.StringIO())
-    report.skip("groups", "ray cannot be imported")
+    report.write(SKIPPED, "groups", reason="ray cannot be imported")
     assert report.status == 1
 
 

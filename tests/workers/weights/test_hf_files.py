@@ -39,6 +39,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
     "empty file": (lambda path: truncate(path, 0), {"path": "model.safetensors"}),
     "truncated header": (lambda path: truncate(path, 20), {"path": "model.safetensors"}),
     "truncated tensor": (lambda path: truncate(path, 110), {"path": "model.safetensors"}),
+    "pointer of Git LFS": (
+        lambda path: (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        {"path": "model.safetensors"},
+    ),
     "directory for a file": (
         lambda path: ((path / "model.safetensors").unlink(), (path / "model.safetensors").mkdir()),
         {},
@@ -74,6 +78,7 @@ def test_broken_directory_is_rejected(tmp_path: Path, how: str) -> None:
         for name in files.names:
             files.shape(name)
     assert {name: caught.value.fields[name] for name in named} == named
+    assert ("git lfs pull" in str(caught.value)) is (how == "pointer of Git LFS")
 
 
 def test_a_single_file_is_read_before_an_old_index_as_transformers_does(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ A directory becomes visible when it is completely written.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import json
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+import torch.distributed as dist
 
-from mcontroller.errors import DataError
+from mcontroller.errors import DataError, MControllerError
 from mcontroller.files import (
     check_new_directory,
     discard_directory,
     free_space,
+    is_lfs_pointer,
     partial_path,
     release_lock,
     start_directory,
@@ -187,7 +190,8 @@ def open_safetensors(file: Path) -> safetensors.safe_open:
     try:
         return safetensors.safe_open(file, framework="pt")
     except (OSError, safetensors.SafetensorError) as error:
-        text = f"{file.name} in {str(file.parent)!r} cannot be read: {error}"
+        pointer = "it is a pointer of Git LFS, not the file: run `git lfs pull`"
+        text = f"{file.name} in {str(file.parent)!r} cannot be read: {pointer if is_lfs_pointer(file) else error}"
         raise DataError(text, path=file.name) from error
 
 
@@ -263,21 +267,25 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: st
     Raises:
         DataError: the file cannot be written.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    try:
+    with writing_to(path):
         path.touch()
         mode = path.stat().st_mode
         save_file(dense, path, metadata={"format": "pt", **metadata})  # replaces it with a file of its owner alone
         path.chmod(mode)
+
+
+@contextlib.contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Raise DataError if a file cannot be written, with the free bytes of the disk of ``path``."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
     except (OSError, SafetensorError) as error:
-        raise _not_written(path, error) from error
-
-
-def _not_written(path: Path, error: Exception) -> DataError:
-    return DataError(f"cannot write {str(path)!r}: {error}; {free_space(path)}", path=str(path))
+        raise DataError(f"cannot write {str(path)!r}: {error}; {free_space(path)}", path=str(path)) from error
 
 
 def start_export(target: Path) -> None:
@@ -313,7 +321,7 @@ def finish_export(
     Raises:
         DataError: a file cannot be read or written.
     """
-    try:
+    with writing_to(target):
         _describe_weights(partial_path(target), config, files)
         copied = [] if companions is None else [entry for entry in companions.iterdir() if _is_companion(entry)]
         if tokenizer is not None:
@@ -322,8 +330,6 @@ def finish_export(
             copy = shutil.copytree if entry.is_dir() else shutil.copy
             copy(entry, partial_path(target) / entry.name)
         publish_export(target)
-    except OSError as error:
-        raise _not_written(target, error) from error
 
 
 def _describe_weights(partial: Path, config: Mapping[str, object], files: Mapping[str, Mapping[str, int]]) -> None:
@@ -338,9 +344,15 @@ def _describe_weights(partial: Path, config: Mapping[str, object], files: Mappin
     (partial / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def discard_export(target: Path) -> None:
-    """Delete what was written since ``start_export``, and release the lock."""
-    discard_directory(target, _lock(target))
+@contextlib.contextmanager
+def discarded_if_it_fails(target: Path) -> Iterator[None]:
+    """Delete an export, and release the lock, if the block raises an error of this project on every rank."""
+    try:
+        yield
+    except MControllerError:
+        if dist.get_rank() == 0:
+            discard_directory(target, _lock(target))
+        raise
 
 
 def publish_export(target: Path) -> None:

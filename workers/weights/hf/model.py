@@ -5,7 +5,6 @@ A rank reads its own slices of the files. On the way out it has at most one buck
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -19,12 +18,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from mcontroller.errors import DataError, MControllerError, before_changes
+from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.weights.hf.config import family_at, family_of, hf_config_of
 from workers.weights.hf.family import ModelFamily
-from workers.weights.hf.files import WeightFiles, WeightWriter, discard_export, finish_export, start_export
+from workers.weights.hf.files import WeightFiles, WeightWriter, discarded_if_it_fails, finish_export, start_export
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import (
     OUTPUT_LAYER,
@@ -187,7 +186,7 @@ def export_hf(
         finish_export(target, config, written, companions, None if tokenizer is None else Path(tokenizer))
         logger.info("%d tensors in %d files at %s", sum(map(len, written.values())), len(written), target)
 
-    with before_changes(), _discarded_if_it_fails(target):
+    with before_changes(), discarded_if_it_fails(target):
         of_ranks = all_gather_values(raise_on_every_rank(writer.close))
         written = {file: tensors for files in of_ranks for file, tensors in files.items()}
         raise_on_every_rank(lambda: finish(written) if rank == 0 else None)
@@ -197,17 +196,6 @@ def export_hf(
         if rank == 0:
             logger.info("%s", verified)
         dist.barrier()  # the caller may move or remove the files
-
-
-@contextlib.contextmanager
-def _discarded_if_it_fails(target: Path) -> Iterator[None]:
-    """Delete what was written if the block raises an error of this project, which it does on every rank."""
-    try:
-        yield
-    except MControllerError:
-        if dist.get_rank() == 0:
-            discard_export(target)
-        raise
 
 
 def _shapes(shards: Sequence[WeightShard]) -> dict[str, tuple[int, ...]]:
