@@ -314,13 +314,15 @@ class RunLifecycle:
     def _state_with(self, in_flight: Sequence[BatchInFlight], rollout: Mapping[str, Any]) -> RunState:
         program = {name: copy.deepcopy(part.state_dict()) for name, part in self.stateful.items()}
         step, metrics = self.validated
+        best = self.config.trainer.best_metric
         return RunState(
             global_steps=self.global_steps,
             kl_coef=self.step.kl_ctrl.value,
             num_tokens=self.num_tokens,
             program=program,
             rollout=rollout,
-            value=metrics.get(self.config.trainer.best_metric) if step == self.global_steps else None,
+            value=metrics.get(best) if step == self.global_steps else None,
+            best_metric=best,
             **self.problems.state(in_flight),
         )
 

@@ -268,12 +268,14 @@ def _with_kl_loss(actor: Any, config: PPOConfig, mapping: Mapping[Role, Any]) ->
 
 
 def _check_group_size(config: PPOConfig, n: int | None) -> None:
-    """Raise ConfigError if an estimator compares the responses to a prompt, and there is one of each."""
-    name = config.algorithm.adv_estimator
-    if n == 1 and ADVANTAGE_ESTIMATORS[name].needs_group:
+    """Raise ConfigError if an estimator or a filter compares the responses to a prompt, and there is one of each."""
+    name, filters = config.algorithm.adv_estimator, config.algorithm.filter_groups.enable
+    if n == 1 and (ADVANTAGE_ESTIMATORS[name].needs_group or filters):
+        setting = "filter_groups.enable=true" if filters else f"adv_estimator={name}"
+        effect = "no prompt would be kept" if filters else "every advantage would be 0"
         raise ConfigError(
-            f"actor_rollout_ref.rollout.n is 1 with algorithm.adv_estimator={name}, which compares the responses to "
-            "one prompt: every advantage would be 0. Set actor_rollout_ref.rollout.n to 2 or more, such as 8",
+            f"actor_rollout_ref.rollout.n is 1 with algorithm.{setting}, which compares the responses to one prompt: "
+            f"{effect}. Set actor_rollout_ref.rollout.n to 2 or more, such as 8",
             key="actor_rollout_ref.rollout.n",
             value=n,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -18,8 +18,8 @@ from trainer.step import PPOStep
 from trainer.summary import reward_metrics
 from workers.columns import HELD_OUT_BATCH
 
-HELD_OUT = "held_out"
-"""Prefix of the metrics of held-out problems."""
+HELD_OUT, VALIDATION = "held_out", "validation"
+"""Prefixes of the metrics of held-out problems: of the scores, and of what the rollout reports."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,23 @@ def validate(step: PPOStep, evaluations: Mapping[str, Evaluation]) -> dict[str, 
             with step.stages.overlapping() as start:
                 rewards.append(step.call_rewards(responses, problem_columns, start, held_out=True)[1])
         metrics = united(metrics, validation_metrics(joined(rewards), evaluation.sampling.n, prefix))
-    return united(metrics, {f"validation/{name}": value for name, value in generation.take().items()})
+    return united(metrics, {f"{VALIDATION}/{name}": value for name, value in generation.take().items()})
+
+
+def held_out_metrics(evaluations: Mapping[str, Evaluation], reported: Iterable[str]) -> set[str]:
+    """Return the names of the metrics that validation can have, see ``validation_metrics``, without majority votes.
+
+    Args:
+        evaluations: by the prefix of their metrics.
+        reported: the columns of the reward.
+    """
+    spread = {"unscored", *(f"{name}{end}" for name in ("score", *reported) for end in ("", "_std"))}
+    names = set[str]()
+    for prefix, evaluation in evaluations.items():
+        n = evaluation.sampling.n
+        several = {f"mean_at_{n}", f"best_at_{n}"} if n > 1 else set()
+        names |= {f"{prefix}/{name}" for name in spread | several | {"score_min", "score_max"}}
+    return names
 
 
 def validation_metrics(reward: Reward, n: int, prefix: str = HELD_OUT) -> dict[str, float]:

@@ -636,8 +636,7 @@ class DataProto(OutOfBand):
         if len(self) == 0:  # torch rejects shuffling nothing
             return iter(())
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        # ``__getitems__`` has collated the rows.
-        options: dict[str, Any] = {"generator": generator, "collate_fn": copy.copy, **(dataloader_kwargs or {})}
+        options: dict[str, Any] = {"generator": generator, "collate_fn": _collated, **(dataloader_kwargs or {})}
         loader: Any = torch.utils.data.DataLoader(self, batch_size=mini_batch_size, **options)  # type: ignore[arg-type]
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
@@ -998,6 +997,11 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Remove the last ``pad_size`` rows; same as ``data.unpad(pad_size)``."""
     return data.unpad(pad_size)
+
+
+def _collated(batch: DataProto) -> DataProto:
+    """Return the batch that ``DataProto.__getitems__`` has made: a DataLoader's ``collate_fn`` without work."""
+    return batch
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:

@@ -22,8 +22,9 @@ def test_collate_stacks_tensors_and_keeps_other_objects():
     assert names(batch) == ["row 0", "row 1", "row 2"]
 
 
-def test_every_pass_has_every_row_once_in_a_new_order():
-    stream = BatchStream(rows(12), 4, seed=5)
+@pytest.mark.parametrize("seed", [5, 20261130155900])
+def test_every_pass_has_every_row_once_in_a_new_order(seed):
+    stream = BatchStream(rows(12), 4, seed)
     passes = [[name for k in range(3) for name in names(stream[3 * number + k])] for number in range(3)]
     assert all(sorted(rows_of_pass) == sorted(f"row {number}" for number in range(12)) for rows_of_pass in passes)
     assert len({tuple(rows_of_pass) for rows_of_pass in passes}) == 3

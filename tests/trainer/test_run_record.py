@@ -83,6 +83,8 @@ def test_the_best_checkpoints_are_kept_besides_the_newest(tmp_path: Path) -> Non
     damaged = tmp_path / "actor" / "global_step_7" / "state.npz"
     damaged.write_bytes(damaged.read_bytes()[:100])
     assert resumable(tmp_path).load_checkpoint() == 6
+    of_values(tmp_path, 9, 0.1, 0.0, 0.0, resume=True, best_metric="held_out/score", keep_best=1)
+    assert kept(tmp_path)[0] == ["global_step_9"]  # values of another metric are not compared
 
 
 def test_the_best_value_may_be_the_least_and_equal_ones_are_the_newest(tmp_path: Path) -> None:

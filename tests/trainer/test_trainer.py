@@ -412,10 +412,14 @@ def test_a_worker_class_that_is_no_role_worker_is_rejected():
     assert caught.value.key == "role_worker_mapping" and caught.value.value == "Bare"
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
-def test_one_response_per_prompt_is_rejected_by_estimators_that_compare_them(name):
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "filter_groups"])
+def test_one_response_per_prompt_is_rejected_by_what_compares_them(name):
+    config = group_config("remax" if name == "filter_groups" else name, GroupConfig(RolloutOfGroup(1)))
+    if name == "filter_groups":
+        filtered = dataclasses.replace(config.algorithm, filter_groups=FilterGroupsConfig(enable=True))
+        config = dataclasses.replace(config, algorithm=filtered)
     with pytest.raises(ConfigError) as caught:
-        toy_trainer(group_config(name, GroupConfig(RolloutOfGroup(1))), {Role.ActorRolloutRef: Group})
+        toy_trainer(config, {Role.ActorRolloutRef: Group})
     assert (caught.value.key, caught.value.value) == ("actor_rollout_ref.rollout.n", 1)
 
 

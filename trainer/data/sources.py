@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcontroller.config.checks import close_names
+from mcontroller.config.fields import check_unused
 from mcontroller.config.imports import import_extra
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError, DataError
@@ -22,6 +23,13 @@ except by a reader that makes as many problems as needed."""
 SEED_DISTANCE = 10_000_019
 """Distance of seeds: reasoning-gym draws problem i from ``seed + i``, so seeds this far apart share no draw."""
 SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet"}
+SETTINGS: Mapping[str, Collection[str]] = {
+    **dict.fromkeys(("jsonl", "parquet"), ("path",)),
+    "hf": ("path", "split"),
+    "reasoning_gym": ("task", "options", "seed"),
+    "verifiers": ("task", "options", "split"),
+}
+"""The fields of a data set that the readers of this package read, besides those of every data set."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +302,7 @@ def check_dataset(config: DatasetConfig, key: str) -> list[str]:
         key: its key in the configuration, for error messages.
 
     Raises:
-        ConfigError: there is no such reader, file or directory.
+        ConfigError: there is no such reader, file or directory; or a field is set that its reader does not read.
     """
     reads_files = config.source in (None, *SUFFIXES.values(), "hf")
     if reads_files and config.path is None:
@@ -305,6 +313,9 @@ def check_dataset(config: DatasetConfig, key: str) -> list[str]:
             _check_exists(path)
         names.append(config.source or source_of_path(path))
         DATASET_SOURCES.get_or_raise(names[-1], key=f"{key}.source")
+    of_readers = {"path", "split", "task", "options", "seed"}
+    unread = of_readers.difference(*(SETTINGS.get(name, of_readers) for name in names))
+    check_unused(config, sorted(unread), f"{key}.", f"with the source {' and '.join(dict.fromkeys(names))}")
     return names
 
 

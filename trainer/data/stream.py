@@ -162,7 +162,7 @@ class BatchStream:
             start, size = dataset.starts[number], len(dataset.datasets[number])
         passes, place = divmod(before, size)
         if number not in self._orders or self._orders[number][0] != passes:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + passes + (number << 40))
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + passes + (number << 40)) % (1 << 63))
             self._orders[number] = passes, torch.randperm(size, generator=generator).tolist()
         return start + self._orders[number][1][place]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mcontroller.errors import DataError
-from mcontroller.trace.reading import read_trace
+from mcontroller.trace.reading import RunTrace, read_trace
 from mcontroller.trace.recorder import FOLDER
 from mcontroller.trace.summary import summary_lines
 from trainer.report.reading import few_points, measured_grids, read_metrics, read_run, read_samples, role_grids
@@ -72,7 +72,7 @@ def _content(directory: Path) -> dict[str, Any]:
     """Return what the page shows of a run."""
     run_files, metrics = read_run(directory), read_metrics(directory / "metrics.jsonl")
     samples, complete = read_samples(directory / "samples.jsonl")
-    trace = read_trace(directory, TRACE_LINES) if (directory / FOLDER).is_dir() else None
+    trace, lines = _trace(directory)
     stages = {name: few_points(*metrics[name], BARS) for name in metrics if name.startswith(TIMING)}
     return {
         "name": directory.name,
@@ -85,13 +85,24 @@ def _content(directory: Path) -> dict[str, Any]:
             for sample in samples
         ],
         "all_samples": complete,
-        "trace": summary_lines(trace) if trace is not None else [],
+        "trace": lines,
         "grids": measured_grids(role_grids(run_files.config), trace),
         "config": {key: _text(value) for key, value in leaves(run_files.config)},
         "changes": {key: _text(usual) for key, usual in changes.items()}
         if (changes := run_files.process().get("changes")) is not None
         else None,
     }
+
+
+def _trace(directory: Path) -> tuple[RunTrace | None, list[str]]:
+    """Return the end of the trace of a run and its summary; of one that cannot be read, the reason as its summary."""
+    if not (directory / FOLDER).is_dir():
+        return None, []
+    try:
+        trace = read_trace(directory, TRACE_LINES)
+    except DataError as error:  # the other files of the run are shown
+        return None, [error.message]
+    return trace, summary_lines(trace)
 
 
 def _text(value: Any) -> str:

@@ -97,7 +97,7 @@ class FunctionRewards:
         *,
         held_out: Mapping[str, Sequence[Sample]] = MappingProxyType({}),
         must_apply: bool = True,
-    ) -> list[str]:
+    ) -> tuple[list[str], set[str]]:
         """Call every function with problems of each kind and their right answers as responses; see ``try_functions``.
 
         Args:
@@ -106,20 +106,22 @@ class FunctionRewards:
             must_apply: reject functions that apply to none of them.
 
         Returns:
-            A line for each training set whose right answers do not get the best score.
+            A line for each training set whose right answers do not get the best score, and the names of the columns
+            that the functions returned.
 
         Raises:
             ConfigError: a function cannot be imported.
             DataError: see ``try_functions``.
         """
+        returned = {*self.functions, "reward_failed"}
 
         def call(name: str, tried: Sequence[Sample]) -> Sequence[ScoreOutcome]:
             by_row = self.pool.run(self._tasks(name, self.functions[name], tried))[name]
             outcomes = [by_row[row] for row in range(len(tried))]
-            self._other_values(name, outcomes)  # raises an error for the names of its values
+            returned.update(self._other_values(name, outcomes))  # raises an error for the names of its values
             return outcomes
 
-        return try_functions(self.functions, training, call, held_out=held_out, must_apply=must_apply)
+        return try_functions(self.functions, training, call, held_out=held_out, must_apply=must_apply), returned
 
     def close(self) -> None:
         """End the processes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,8 @@ CONFIG_FILE = "config.yaml"
 """Name of the configuration in the run's directory."""
 MAIN_POOL = "pool"
 """The name of the pool of all roles that are in no other pool."""
+REFERRED = ("model", "layout", "seed")
+"""The fields that nothing reads but references to them, such as ``${seed}``."""
 
 
 @strict_fields
@@ -90,6 +93,12 @@ class ClusterConfig:
     """[CPUs] CPUs of the cluster that is started. 0: as many as the pools reserve."""
     object_store_memory: int = 300_000_000
     """[bytes] Object store of the cluster that is started."""
+
+    def __post_init__(self) -> None:
+        """Check that nothing is set for a cluster that runs already."""
+        if self.address is not None:
+            reason = "with cluster.address, whose cluster runs already"
+            check_unused(self, ("num_cpus", "object_store_memory"), "cluster.", reason)
 
 
 @strict_fields
@@ -213,6 +222,25 @@ def read_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfi
     for module in imports if isinstance(imports, list) else ():  # else an error of the field
         import_module(str(module), "imports")
     return load_config(RunConfig, _rollout_defaults(given), path, overrides=overrides)
+
+
+def check_references(path: str | Path, overrides: Iterable[str]) -> None:
+    """Raise ConfigError if a field of ``REFERRED`` is set and nothing refers to it, such as the seed of the run.
+
+    Args:
+        path: a file that a user wrote. That of a run has no references: they have been resolved.
+        overrides: as of ``read_run_config``.
+    """
+    given = given_values(path, overrides=overrides)
+    written = f"{given_values(path)} {given}"  # an override may replace the reference of the file
+    for name in REFERRED:
+        if name in given and not re.search(rf"\$\{{(\.+|[^}}]*[:, ])?{name}\b", written):
+            raise ConfigError(
+                f"{name} is set, and nothing refers to it: leave it out, or write ${{{name}}} for the values of fields "
+                "that it is to set",
+                key=name,
+                value=given[name],
+            )
 
 
 def tokenizer_files(directory: Path) -> str | None:

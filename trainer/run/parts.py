@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcontroller.config.checks import close_names
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
 from mcontroller.files import check_new_directory
-from trainer.config import MultiTurnConfig, ValidationConfig
+from trainer.config import SCORE, MultiTurnConfig, ValidationConfig
 from trainer.data.hf_tokenizer import check_tokens, has_tokenizer
 from trainer.data.prompts import Demonstrations, PromptRows, answer_of, demonstrations_of
 from trainer.data.sources import Records, load_records
@@ -29,7 +30,7 @@ from trainer.run.config import RunConfig
 from trainer.run.pools import check_layout, pool_errors, pools_of, role_layouts
 from trainer.run.recorded_rows import check_recorded_rows
 from trainer.trackers import TRACKERS
-from trainer.validation import Evaluation
+from trainer.validation import VALIDATION, Evaluation, evaluations_by_prefix, held_out_metrics
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ModelConfig, RolloutConfig
 from workers.config.trained_weights import base_is_frozen
@@ -96,15 +97,39 @@ class RunParts:
             A line for each training set whose right answers do not get the best score.
 
         Raises:
+            ConfigError: a metric that the run reads is none of the reward.
             DataError: a function fails or reads what a problem does not have, or none applies and there is no reward
                 model; with the problem.
         """
-        if self.rewards is None:
-            return []
-        held_out = {key: self._samples(rows) for key, rows in self.prompts.items()}
-        training = {key: held_out.pop(key) for key in config.data.training_sets()}
-        must_apply = self.combine is None
-        return self.rewards.check(training, held_out=held_out, must_apply=must_apply)
+        lines, reported = list[str](), set[str]()
+        if self.rewards is not None:
+            held_out = {key: self._samples(rows) for key, rows in self.prompts.items()}
+            training = {key: held_out.pop(key) for key in config.data.training_sets()}
+            lines, reported = self.rewards.check(training, held_out=held_out, must_apply=self.combine is None)
+            reported |= {"episode_score"} if config.multi_turn.episode is not None else set()
+        if self.combine is not None:
+            reported |= {"rule_score", "model_score"}
+        self._check_metrics(config, reported)
+        return lines
+
+    def _check_metrics(self, config: RunConfig, reported: Set[str]) -> None:
+        """Raise ConfigError if ``filter_groups.metric`` or ``best_metric`` is none of a run whose reward has columns.
+
+        Args:
+            config: the configuration of the run.
+            reported: the columns of the reward.
+        """
+        algorithm, best = config.algorithm, config.trainer.best_metric
+        overlong = {"overlong_penalty"} if algorithm.overlong.buffer else set()
+        known = {SCORE} | reported | overlong
+        chosen = {"algorithm.filter_groups.metric": (algorithm.filter_groups.metric, known)}
+        if config.trainer.keep_best and not best.startswith(f"{VALIDATION}/"):  # of the rollout
+            held_out = evaluations_by_prefix(self.val, self.evaluations, config.validation)
+            chosen["trainer.best_metric"] = best, held_out_metrics(held_out, reported)
+        for key, (name, known) in chosen.items():
+            if name not in known:
+                text = f"{key} is {name!r}{close_names(name, known)}; there are {', '.join(sorted(known))}"
+                raise ConfigError(text, key=key, value=name)
 
     @staticmethod
     def _samples(prompts: PromptRows) -> list[Sample]:

@@ -17,14 +17,12 @@ from rich.console import Console
 from mcontroller.config.load import given_values
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import moved_path
-from trainer.run.config import CONFIG_FILE, RunConfig, check_files, read_run_config
+from trainer.run.config import CONFIG_FILE, REFERRED, RunConfig, check_files, read_run_config
 from workers.config import RoleConfig
 
 FIXED = {"run_dir": "it is RUN_DIR", "trainer.resume": "it is true"}
 """Keys that a resumed run cannot change, and why."""
-REFERRED = dict.fromkeys(
-    ("model", "layout", "seed"), "the fields that refer to it have its value in config.yaml: set these"
-)
+RESOLVED = dict.fromkeys(REFERRED, "the fields that refer to it have its value in config.yaml: set these")
 """Keys that a run cannot change once its configuration is written, without references, and why."""
 CHANGEABLE = {
     *("max_sequence_length", "attention_dropout", "hidden_dropout", "init_method_std", "dtype", "seed"),
@@ -56,10 +54,10 @@ def config_of_run(directory: str, overrides: list[str]) -> RunConfig:
     Checkpoints that were inside of it have moved with it; others are where the configuration says.
 
     Raises:
-        ConfigError: an override is of a key of ``REFERRED``.
+        ConfigError: an override is of a key of ``RESOLVED``.
         DataError: the directory contains no run.
     """
-    check_overrides(overrides, REFERRED)
+    check_overrides(overrides, RESOLVED)
     path = Path(directory).resolve()
     if not (path / CONFIG_FILE).is_file():
         raise DataError(f"{directory} contains no run: there is no {path / CONFIG_FILE}", path=str(path))

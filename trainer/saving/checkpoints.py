@@ -316,14 +316,15 @@ class RunCheckpoints:
         """Return the earlier saves to keep beside a new one, the newest first: the newest, and those of best value.
 
         Args:
-            earlier: the saves before the new one, the newest first.
+            earlier: the saves before the new one, the newest first; only those of one metric are compared.
             value: of the new save, which counts among the best.
         """
         newest, sign = self._options.max_to_keep, 1.0 if self._options.best_mode == "min" else -1.0
         if newest is None:
             return earlier
+        same = [save for save in earlier if save.state.best_metric == self._options.best_metric]
         compared: list[tuple[float, SavedStep | None]] = [] if value is None else [(sign * value, None)]
-        compared += [(sign * save.state.value, save) for save in earlier if save.state.value is not None]
+        compared += [(sign * save.state.value, save) for save in same if save.state.value is not None]
         best = [save for _, save in sorted(compared, key=lambda pair: pair[0])[: self._options.keep_best]]
         return tuple(save for at, save in enumerate(earlier) if at < newest - 1 or save in best)
 

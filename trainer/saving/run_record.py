@@ -106,6 +106,7 @@ class RunState:
         next_row: position in the data of the first row that was not drawn.
         batch_size: problems of a batch.
         value: ``trainer.best_metric`` at this step; None if it was not measured.
+        best_metric: the name of the metric of ``value``.
     """
 
     global_steps: int
@@ -118,6 +119,7 @@ class RunState:
     next_row: int = 0
     batch_size: int = 0
     value: float | None = None
+    best_metric: str | None = None
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def configured_mini_batches(config: TrainedConfig, rows: int, n: int, update: in
 
 def shuffle_generator(seed: int | None, update: int) -> torch.Generator | None:
     """Return the generator of the mini-batches of an update, by its number; None without a seed."""
-    return None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + update)
+    return None if seed is None else torch.Generator().manual_seed((seed * 1_000_003 + update) % (1 << 63))
 
 
 class Division(NamedTuple):

@@ -242,7 +242,7 @@ def test_a_damaged_file_is_one_line_with_the_file(
     assert "move it away" in printed and printed.count("\n") == 1
 
 
-def test_values_that_are_no_numbers_are_left_out(make_run: MakeRun, tmp_path: Path) -> None:
+def test_values_that_are_no_numbers_and_a_damaged_trace_are_left_out(make_run: MakeRun, tmp_path: Path) -> None:
     directory = make_run()
     lines = [
         "[" * 100_000,
@@ -254,8 +254,12 @@ def test_values_that_are_no_numbers_are_left_out(make_run: MakeRun, tmp_path: Pa
     (directory / "summary.json").write_text("")
     tokens = {"text": ["\ud800"], "advantage": [math.nan]}
     (directory / "samples.jsonl").write_text(json.dumps({"global_step": 1, "prompt": "p", "tokens": tokens}) + "\n")
+    (directory / FOLDER).mkdir()
+    (directory / FOLDER / "controller-a.jsonl.gz").write_bytes(b"damaged")
     assert main(["report", str(directory), "-o", str(tmp_path / "page.html")]) == 0
-    assert '"advantage":[null]' in (tmp_path / "page.html").read_text()
+    (run,) = Page(tmp_path / "page.html").data["runs"]
+    assert run["samples"][0]["tokens"]["advantage"] == [None]
+    assert len(run["trace"]) == 1 and "controller-a.jsonl.gz" in run["trace"][0]
 
 
 def test_control_characters_of_a_run_do_not_reach_the_terminal(

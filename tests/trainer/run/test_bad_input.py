@@ -153,6 +153,29 @@ def test_a_directory_that_cannot_be_created_is_reported_with_what_prevents_it(fo
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("algorithm.filter_groups.metric", ["algorithm.filter_groups={enable: true, metric: accuracy}"]),
+        (
+            "trainer.best_metric",
+            [
+                "trainer={keep_best: 1, save_freq: 1, test_freq: 1, best_metric: held_out/min}",
+                "data.val.path=rows.jsonl",
+            ],
+        ),
+    ],
+)
+def test_a_metric_that_the_reward_does_not_have_is_reported_before_the_start(folder, capsys, key, overrides):
+    assert f"ConfigError: {key} is " in error_of(capsys, *overrides)
+
+
+@pytest.mark.parametrize("key", ["seed", "data.train.split", "cluster.num_cpus"])
+def test_a_value_that_nothing_reads_is_an_error(folder, capsys, key):
+    assert f"ConfigError: {key} is " in error_of(capsys, f"{key}=3", "cluster.address=auto")
+
+
+@pytest.mark.processes
 def test_a_function_of_batches_that_returns_too_few_scores_is_reported(folder, capsys):
     error = error_of(capsys, FUNCTION.format("few"), "rewards.functions.mine.batch=true")
     assert "it returned 1 scores for 2 samples. prompt 'Add: 1 + 2 ='" in error
