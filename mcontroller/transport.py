@@ -20,6 +20,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, Protocol
@@ -344,7 +345,10 @@ def _run(awaitable: Any) -> Any:
     async def awaited() -> Any:
         return await awaitable
 
-    return _runner.run(awaited())
+    if asyncio._get_running_loop() is None:
+        return _runner.run(awaited())
+    with ThreadPoolExecutor(1) as thread:  # the caller is in an event loop itself, as in a notebook
+        return thread.submit(_runner.run, awaited()).result()
 
 
 def rejection(role: str, method: str, errors: Mapping[int, WorkerError]) -> CallRejected:

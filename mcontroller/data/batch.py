@@ -672,10 +672,8 @@ class DataProto(OutOfBand):
         return future
 
     def _become(self, other: DataProto) -> None:
-        was_computed = self.__dict__.pop("_later", None) is None
-        for name in _FIELDS:
-            if was_computed or name not in self.__dict__:  # else it was set before the batch was computed
-                setattr(self, name, getattr(other, name))
+        set_before = self.__dict__ if self.__dict__.pop("_later", None) else {}  # before the batch was computed
+        self.__dict__ = other.__dict__ | set_before
 
     def _set_columns(self, other: DataProto) -> None:
         self.local_batch, self.non_tensor_batch, self.remote = other.local_batch, other.non_tensor_batch, other.remote
