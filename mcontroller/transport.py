@@ -345,10 +345,18 @@ def _run(awaitable: Any) -> Any:
     async def awaited() -> Any:
         return await awaitable
 
-    if asyncio._get_running_loop() is None:
-        return _runner.run(awaited())
-    with ThreadPoolExecutor(1) as thread:  # the caller is in an event loop itself, as in a notebook
-        return thread.submit(_runner.run, awaited()).result()
+    if _is_in_event_loop():  # the caller's, as in a notebook
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(_runner.run, awaited()).result()
+    return _runner.run(awaited())
+
+
+def _is_in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def rejection(role: str, method: str, errors: Mapping[int, WorkerError]) -> CallRejected:
