@@ -423,7 +423,7 @@ class WorkerGroup(Generic[W_co]):
     execute_rank_zero = execute_rank_zero_async
 
     def _execute(self, spec: DispatchSpec, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        if not (hasattr(self.worker_cls, method) or method in self._methods):
+        if not (callable(getattr(self.worker_cls, method, None)) or method in self._methods):
             raise DispatchError(f"{self.worker_cls.__name__} has no method {method!r}", role=self.name, method=method)
         registration = Registration(spec, Execute.ALL, blocking=False)
         called: GroupMethod[..., Future[Any], Future[Any]] = GroupMethod(self, method, registration)

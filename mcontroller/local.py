@@ -26,6 +26,7 @@ from mcontroller.data.columns import is_tensordict
 from mcontroller.data.pickling import reduce
 from mcontroller.errors import (
     CallTimeout,
+    DataError,
     DispatchError,
     GroupBroken,
     GroupError,
@@ -115,9 +116,15 @@ class LocalCall:
     is_read = False
 
     def __init__(
-        self, values: Sequence[Any], keep: bool = False, error: MControllerError | None = None, number: int = -1
+        self,
+        values: Sequence[Any] = (),
+        name: str = "",
+        keep: bool = False,
+        error: MControllerError | None = None,
+        number: int = -1,
     ) -> None:
         self.number = number
+        self._name = name
         self.parts = [LocalHandle(value) for value in values]
         self.outlines = [LocalHandle(outline(value)) for value in values] if keep else []
         self._error = error
@@ -125,7 +132,7 @@ class LocalCall:
     def result(self, timeout: float | None = None) -> list[Any]:
         """Return copies of the values, or raise the error of the call."""
         self.check()
-        return [private_copy(part.value) for part in self.parts]
+        return [private_copy(part.value, self._name) for part in self.parts]
 
     def check(self, timeout: float | None = None) -> None:
         """Raise the error of the call, if it failed."""
@@ -214,9 +221,10 @@ class LocalExecutor:
 
     def _construct(self) -> None:
         made: dict[int, Any] = {}
+        init = copies((self._init.args, self._init.kwargs), f"an init argument of {self.role}")
 
         def construct(rank: int) -> None:
-            args, kwargs = private_copy(self._init.args), private_copy(self._init.kwargs)
+            args, kwargs = init()
             made[rank] = self._init.cls(*args, **kwargs)
 
         self.workers = []
@@ -241,8 +249,12 @@ class LocalExecutor:
                     values[rank] = function()
             except GroupError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise self.error_of(rank, method, error) from error
+            except BaseException as error:  # KeyboardInterrupt: the other ranks have not run
+                text = f"{self.role}.{method} ended with {type(error).__name__} on rank {rank}"
+                self.fail(GroupError(text, role=self.role, rank=rank))
+                raise
         return values
 
     @contextlib.contextmanager
@@ -274,7 +286,13 @@ class LocalExecutor:
         if late is not None:
             return self.fail(late)
         self._number += 1
-        functions = {rank: functools.partial(self._try, rank, method, shard) for rank, shard in arguments.items()}
+        packed = {
+            id(shard): copies(shard, f"{self.role}.{method}: an argument")
+            for shard in {id(shard): shard for shard in arguments.values()}.values()
+        }
+        functions = {
+            rank: functools.partial(self._try, rank, method, packed[id(shard)]) for rank, shard in arguments.items()
+        }
         try:
             values = self.on_ranks(method, functions)
         except MControllerError as error:
@@ -284,14 +302,15 @@ class LocalExecutor:
             errors = {rank: self.error_of(rank, method, error) for rank, error in rejected.items()}
             if len(rejected) < len(values):
                 return self.fail(errors[min(errors)])
-            return LocalCall((), error=rejection(self.role, method, errors))
-        return LocalCall([values.get(rank) for rank in returning], keep, number=self._number)
+            return LocalCall(error=rejection(self.role, method, errors))
+        results, name = [values.get(rank) for rank in returning], f"a result of {self.role}.{method}"
+        return LocalCall(results, name, keep, number=self._number)
 
     def late_error(self, method: str, ranks: Sequence[int], timeout: float | None) -> CallTimeout | None:
         """Return the error of a call that would miss its deadline; None, because calls here have no deadline."""
         return None
 
-    def _try(self, rank: int, method: str, arguments: Arguments) -> Any:
+    def _try(self, rank: int, method: str, arguments: Callable[[], Arguments]) -> Any:
         """Run ``method`` on one rank; return a ``_Rejected`` if it raises before it has changed anything."""
         try:
             return self.run(rank, method, arguments)
@@ -300,13 +319,13 @@ class LocalExecutor:
                 return _Rejected(error)
             raise
 
-    def run(self, rank: int, method: str, arguments: Arguments) -> Any:
-        """Run ``method`` on one rank with copies of the arguments; return its value."""
+    def run(self, rank: int, method: str, arguments: Callable[[], Arguments]) -> Any:
+        """Run ``method`` on one rank with copies of the arguments, which ``arguments`` returns; return its value."""
         worker = self.workers[rank]
         with on_rank(self.role, rank, self.coordinates[rank] if self.coordinates else {}):
             timer = start_timer(number=self._number)
             with before_changes():
-                args, kwargs = resolve(private_copy(arguments), self.fetch)
+                args, kwargs = resolve(arguments(), self.fetch)
             timer("fetch")
             try:
                 with call_context(worker, method):
@@ -321,7 +340,7 @@ class LocalExecutor:
     def fail(self, error: MControllerError) -> LocalCall:
         """Break the group with ``error``, and return the call that raises it."""
         self.broken = error
-        return LocalCall((), error=error)
+        return LocalCall(error=error)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Call ``before_shutdown`` of every worker, unless the group is broken, and drop the workers.
@@ -400,11 +419,25 @@ class _Pickler(pickle.Pickler):
         return _shared, (id(obj),)
 
 
-def private_copy(value: Any) -> Any:
-    """Return a copy of a value as another process would receive it, which shares no memory with it.
+def private_copy(value: Any, name: str = "a value") -> Any:
+    """Return a copy of a value as another process would receive it, which shares no memory with it; see ``copies``."""
+    return copies(value, name)()
 
-    A value that cannot be sent to another process cannot be copied either: the error is that of its pickling.
+
+def copies(value: Any, name: str) -> Callable[[], Any]:
+    """Return a function that returns copies of a value, as long as it is not changed; it is pickled once.
+
+    Raises:
+        DataError: a process could not send the value, which the error calls ``name``.
     """
     sink, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(sink, protocol=5, buffer_callback=buffers.append).dump(value)
-    return pickle.loads(sink.getvalue(), buffers=[bytearray(buffer.raw()) for buffer in buffers])
+    try:
+        _Pickler(sink, protocol=5, buffer_callback=buffers.append).dump(value)
+    except DataError as error:
+        raise DataError(f"{name}: {error}", **error.fields) from error
+    except MControllerError:
+        raise
+    except Exception as error:
+        raise DataError(f"{name} cannot be sent: {type(error).__name__}: {error}", location=name) from error
+    data = sink.getvalue()
+    return lambda: pickle.loads(data, buffers=[bytearray(buffer.raw()) for buffer in buffers])

@@ -151,8 +151,12 @@ def _ranges(n: int, k: int, least: int, zero_loss: bool = False) -> Partition:
     return Partition(n, shards, tuple(max(least - rows, 0) for rows in sizes), zero_loss)
 
 
+_FINENESS = 1 << 30
+"""The largest length in units, of lengths that are no integers."""
+
+
 def balanced(
-    lengths: Sequence[int],
+    lengths: Sequence[float],
     k: int,
     groups: Sequence[Hashable] | None = None,
     *,
@@ -162,7 +166,7 @@ def balanced(
     """Return shards whose sums of ``lengths`` are nearly equal, each with its rows in the caller's order.
 
     Args:
-        lengths: length of every row, such as its number of tokens.
+        lengths: length of every row, such as its number of tokens or its cost.
         k: number of shards.
         groups: a label per row, such as the id of its prompt. Rows with the same label stay in one shard.
         within: a label per row, such as its mini-batch: rows with the same label are balanced by themselves, at equal
@@ -172,22 +176,24 @@ def balanced(
     Raises:
         DataError: if ``k`` is less than 1, a length is negative, or the numbers of lengths and labels differ.
     """
-    n, lengths = len(lengths), list(map(int, lengths))
+    n = len(lengths)
     _check_counts(n, k)
     if n and min(lengths) < 0:
         row = next(row for row, length in enumerate(lengths) if length < 0)
         raise DataError(f"row {row} has length {lengths[row]}: expected at least 0", row=row, length=lengths[row])
+    unit = max(lengths) / _FINENESS if any(length % 1 for length in lengths) else 1
+    sizes = [round(length / unit) for length in lengths]
     _check_labels(within, "labels of rows to balance by themselves", n)
     _check_labels(groups, "group labels", n)
     filled: list[list[int]] = [[] for _ in range(k)]
     for rows_of in _members(within or [None] * n).values():
         units = [[row] for row in rows_of] if groups is None else list(_members(groups, rows_of).values())
-        weights = [sum(lengths[row] for row in unit) for unit in units]
+        weights = [sum(sizes[row] for row in unit) for unit in units]
         bins = balance(weights, k, within is not None)
-        _add([[row for unit in items for row in units[unit]] for items in bins], filled, lengths)
+        _add([[row for unit in items for row in units[unit]] for items in bins], filled, sizes)
     chosen = sorted((tuple(sorted(rows)) for rows in filled), key=lambda rows: rows[0] if rows else n)
     least = {"none": 0, "spread": 1}.get(padding, max(map(len, chosen)))
-    filler = min(range(n), key=lengths.__getitem__, default=0)
+    filler = min(range(n), key=sizes.__getitem__, default=0)
     pads = tuple(max(least - len(rows), 0) if n else 0 for rows in chosen)
     shards = tuple(_compact(rows + (filler,) * pad) for rows, pad in zip(chosen, pads, strict=True))
     return Partition(n, shards, pads, padding == "zero_loss")
@@ -228,7 +234,7 @@ def split_rows(
     k: int,
     *,
     padding: Padding | None = None,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[float] | None = None,
     groups: Sequence[Hashable] | None = None,
     within: Sequence[Hashable] | None = None,
     together: int = 1,
@@ -270,7 +276,7 @@ def _together(
     k: int,
     size: int,
     padding: Padding | None,
-    lengths: Sequence[int] | None,
+    lengths: Sequence[float] | None,
     groups: Sequence[Hashable] | None,
     within: Sequence[Hashable] | None,
 ) -> Partition:

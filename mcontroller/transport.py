@@ -20,6 +20,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, Protocol
@@ -344,7 +345,18 @@ def _run(awaitable: Any) -> Any:
     async def awaited() -> Any:
         return await awaitable
 
+    if _is_in_event_loop():  # the caller's, as in a notebook
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(_runner.run, awaited()).result()
     return _runner.run(awaited())
+
+
+def _is_in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def rejection(role: str, method: str, errors: Mapping[int, WorkerError]) -> CallRejected:

@@ -43,6 +43,9 @@ CONNECT_MS = 5_000
 LOOK_SECONDS = 1.0
 """Seconds until a thread that waits for another one, which polls, looks itself: the other may have been interrupted."""
 
+LONGEST_POLL_MS = 2**31 - 1
+"""Longest time in milliseconds that ``poll`` of the system takes, 24 days; a longer wait polls again."""
+
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -203,7 +206,7 @@ class Hub:
                 if news is not None:
                     news.acquire(timeout=LOOK_SECONDS if left is None else min(left, LOOK_SECONDS))
                 else:
-                    poll.poll(None if left is None else left * 1e3)
+                    poll.poll(None if left is None else min(left * 1e3, LONGEST_POLL_MS))
         finally:  # let another thread poll; one that was interrupted here does so in its next ``wait``
             with self._turn:
                 if self._poller == thread:
@@ -425,7 +428,7 @@ class _Client:
             left = None if end is None else end - time.monotonic()
             if not waiting or (left is not None and left <= 0):
                 break
-            self._poll.poll(None if left is None else left * 1e3)
+            self._poll.poll(None if left is None else min(left * 1e3, LONGEST_POLL_MS))
         return answers, sorted(position for position, _ in waiting.values())
 
     def send(

@@ -33,6 +33,7 @@ from mcontroller.data.columns import (
     check_keys,
     describe,
     is_tensordict,
+    join_arrays,
     join_rows,
     leaf_tensors,
     make_batch,
@@ -671,10 +672,8 @@ class DataProto(OutOfBand):
         return future
 
     def _become(self, other: DataProto) -> None:
-        was_computed = self.__dict__.pop("_later", None) is None
-        for name in _FIELDS:
-            if was_computed or name not in self.__dict__:  # else it was set before the batch was computed
-                setattr(self, name, getattr(other, name))
+        set_before = self.__dict__ if self.__dict__.pop("_later", None) else {}  # before the batch was computed
+        self.__dict__ = other.__dict__ | set_before
 
     def _set_columns(self, other: DataProto) -> None:
         self.local_batch, self.non_tensor_batch, self.remote = other.local_batch, other.non_tensor_batch, other.remote
@@ -807,19 +806,19 @@ class DataProto(OutOfBand):
         """Return the names of all columns: first of ``batch``, then of ``non_tensor_batch``."""
         return [*self.tensor_names, *self.non_tensor_batch]
 
-    def row_lengths(self, key: str = "attention_mask") -> list[int]:
-        """Return the length of every row.
+    def row_lengths(self, key: str = "attention_mask") -> list[float]:
+        """Return the length of every row, integers unless the entries are floating-point numbers.
 
         Args:
-            key: a mask ``[rows, ...]``, whose entries are summed.
+            key: a mask ``[rows, ...]``, whose entries are summed; or lengths ``[rows]``.
 
         Raises:
             DataError: if there is no such tensor.
         """
         check_keys("tensor column", [key], self.tensor_names)
         column = self.tensors([key])[key]
-        lengths = column.flatten(1).sum(dim=1, dtype=torch.int64) if column.ndim > 1 else column
-        return list(lengths.tolist())
+        dtype = torch.float64 if column.is_floating_point() else torch.int64
+        return list(column.unsqueeze(-1).flatten(1).sum(dim=1, dtype=dtype).tolist())
 
     def nbytes(self) -> int:
         """Return the bytes of the local tensors and numpy arrays; object arrays count as their pointers."""
@@ -932,7 +931,7 @@ def concat_batches(data: Sequence[AnyDataProto], *, keep_first: bool = False) ->
     _check_same_columns(batches, data)
     joined = None if batches[0] is None else join_rows([batch for batch in batches if batch is not None])
     parts = [part._array_rows(slice(None)) for part in data]
-    arrays = {key: np.concatenate([part[key] for part in parts]) for key in first.non_tensor_batch}
+    arrays = {key: join_arrays([part[key] for part in parts], key) for key in first.non_tensor_batch}
     return first.derive(joined, arrays, info, remote)
 
 

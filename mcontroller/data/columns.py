@@ -168,6 +168,30 @@ def _is_plain_memory(tensor: Tensor) -> bool:
     )
 
 
+def join_arrays(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
+    """Concatenate the rows of arrays, as a copy.
+
+    Raises:
+        DataError: if parts differ in shape, or one has text and another numbers, which would become text; names the
+            column and the part.
+    """
+    filled = [(position, part) for position, part in enumerate(parts) if len(part)]
+    first = filled[0][1] if filled else parts[0]
+    for position, part in filled:
+        is_text = {array.dtype.kind in "US" for array in (first, part) if not array.dtype.hasobject}
+        if part.shape[1:] != first.shape[1:] or len(is_text) > 1:
+            given, expected = describe(part), describe(first)
+            raise DataError(
+                f"non-tensor column {name!r} of part {position} is {given}, of another {expected}: only dim 0 may "
+                "differ, and numbers do not become text; a list in place of an array keeps entries as they are",
+                column=name,
+                part=position,
+                actual=given,
+                expected=expected,
+            )
+    return np.concatenate([part for _, part in filled] or [first])  # an empty one may have any dtype
+
+
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 

@@ -56,7 +56,7 @@ class PreparedCall:
     origin: Partition | None = None
     changes_rows: bool = False
 
-    def of_function(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def of_function(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return what a function of a user's mode returns; a note on its error names the call."""
         try:
             return function(*args, **kwargs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,9 +18,6 @@ from mcontroller.partition import Padding
 
 MAGIC_ATTR = "attrs_3141562937"
 """The attribute of a registered function that holds its ``Registration``."""
-
-LONGEST_TIMEOUT = (2**31 - 1) // 1000
-"""[s] What ``poll`` of the system waits at most: 24 days."""
 
 _RAY_PARAMETER = "_ray_trace_ctx"
 
@@ -62,10 +60,10 @@ class Registration:
 
 
 def check_timeout(seconds: float | None) -> None:
-    """Raise DispatchError unless a deadline is None, or a number that the system can wait for."""
-    if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds <= LONGEST_TIMEOUT):
-        text = f"expected None, for no deadline, or more than 0 and at most {LONGEST_TIMEOUT} seconds"
-        raise DispatchError(f"timeout is {seconds!r}; {text}", timeout=seconds)
+    """Raise DispatchError unless a deadline is None or a number of seconds above 0."""
+    if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
+        text = f"timeout is {seconds!r}; expected a number of seconds above 0, or None for no deadline"
+        raise DispatchError(text, timeout=seconds)
 
 
 def register(
@@ -139,7 +137,10 @@ def register(
 def registration_of(worker_cls: type, method: str) -> Registration | None:
     """Return the registration of a method, or of the method that it overrides; None without one."""
     for base in worker_cls.__mro__:
-        registration: Registration | None = getattr(vars(base).get(method), MAGIC_ATTR, None)
+        defined = vars(base).get(method)
+        if isinstance(defined, staticmethod | classmethod) and not hasattr(defined, MAGIC_ATTR):
+            defined = defined.__func__  # register is below the decorator
+        registration: Registration | None = getattr(defined, MAGIC_ATTR, None)
         if registration is not None:
             return registration
     return None

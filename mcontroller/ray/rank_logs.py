@@ -54,11 +54,10 @@ class RankLog(NamedTuple):
         Returns:
             None, after a warning, if this node cannot write into the directory.
         """
-        name = role.replace("/", "_")
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
-            earlier = [log for log in find_logs(Path(directory)) if (log.role, log.rank) == (name, rank)]
-            log = earlier[0] if earlier else cls(Path(directory, f"{name}-rank{rank}.log"), name, rank, {})
+            earlier = [log for log in find_logs(Path(directory)) if (log.role, log.rank) == (role, rank)]
+            log = earlier[0] if earlier else cls(Path(directory, f"{_file_name(role)}-rank{rank}.log"), role, rank, {})
             log.path.touch()
         except OSError as error:
             text = "%s rank %d has no file of its output in %s: %s. Ray's files of the process have it"
@@ -77,7 +76,7 @@ class RankLog(NamedTuple):
     def rename(self, coordinates: Mapping[str, int]) -> None:
         """Add the coordinates of the rank to the name of its file."""
         axes = "".join(f"-{axis}{index}" for axis, index in coordinates.items())
-        os.replace(self.path, self.path.with_name(f"{self.role}-rank{self.rank}{axes}.log"))
+        os.replace(self.path, self.path.with_name(f"{_file_name(self.role)}-rank{self.rank}{axes}.log"))
 
     def tail(self, lines: int) -> list[str]:
         """Return the last lines, without warnings of imports."""
@@ -111,8 +110,14 @@ def find_logs(directory: Path) -> list[RankLog]:
     for path in directory.glob("*.log"):
         if match := _NAME.fullmatch(path.name):
             axes = re.findall(r"-([a-z_]+)(\d+)", match["axes"])
-            logs.append(RankLog(path, match["role"], int(match["rank"]), {axis: int(index) for axis, index in axes}))
+            role = match["role"].replace("%2F", "/").replace("%25", "%")
+            logs.append(RankLog(path, role, int(match["rank"]), {axis: int(index) for axis, index in axes}))
     return sorted(logs, key=lambda log: (log.role, log.rank))
+
+
+def _file_name(role: str) -> str:
+    """Return a role as part of the name of a file, as in a URL; ``find_logs`` reads it."""
+    return role.replace("%", "%25").replace("/", "%2F")
 
 
 def merged_lines(logs: Sequence[RankLog], offsets: dict[str, int]) -> Iterator[LogLine]:

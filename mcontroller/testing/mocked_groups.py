@@ -16,13 +16,13 @@ Failures are injected by rank, to test how the code that drives the group handle
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mcontroller.config.checks import close_names
 from mcontroller.dispatch.registration import registrations
-from mcontroller.errors import CallTimeout, DispatchError, GroupError, WorkerDied, before_changes
+from mcontroller.errors import CallTimeout, DataError, DispatchError, GroupError, WorkerDied, before_changes
 from mcontroller.group import WorkerGroup
 from mcontroller.local import LocalExecutor, private_copy
 from mcontroller.transport import Arguments, resolve
@@ -87,7 +87,7 @@ class RecordedCall:
         method: the method's name.
         args: copies of the positional arguments as they were at the call.
         kwargs: copies of the keyword arguments as they were at the call.
-        result: a copy of the result.
+        result: a copy of the result; the result itself if it cannot be sent, which is an error on returning ranks.
     """
 
     method: str
@@ -133,16 +133,19 @@ class MockExecutor(LocalExecutor):
             report="",
         )
 
-    def run(self, rank: int, method: str, arguments: Arguments) -> Any:
+    def run(self, rank: int, method: str, arguments: Callable[[], Arguments]) -> Any:
         failure = self._failure(rank, method)
         if failure.error is not None:
             raise failure.error
         if failure.exit_cause is not None:
             raise self._died(rank, method, failure.exit_cause)
         with before_changes():
-            args, kwargs = resolve(private_copy(arguments), self.fetch)
+            args, kwargs = resolve(arguments(), self.fetch)
         value = super().run(rank, method, arguments)
-        self.calls[rank].append(RecordedCall(method, tuple(args), kwargs, private_copy(value)))
+        result = value
+        with contextlib.suppress(DataError):
+            result = private_copy(value)
+        self.calls[rank].append(RecordedCall(method, tuple(args), kwargs, result))
         return value
 
     def _failure(self, rank: int, method: str) -> InjectedFailure:

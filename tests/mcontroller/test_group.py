@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -276,8 +277,11 @@ def test_a_direct_rollout_method_is_never_dispatched() -> None:
     assert (raised.value.method, raised.value.mode) == ("generate", "DIRECT_ROLLOUT_METHOD")
 
 
-def test_async_methods_are_awaited_on_their_worker() -> None:
-    assert group_of().later(10) == [10, 11, 12, 13, 14, 15, 16, 17]
+def test_async_methods_are_awaited_on_their_worker_also_for_a_caller_in_an_event_loop() -> None:
+    async def in_a_loop() -> list[int]:
+        return list(group_of().later(10))
+
+    assert group_of().later(10) == asyncio.run(in_a_loop()) == [10, 11, 12, 13, 14, 15, 16, 17]
 
 
 def test_the_deadline_is_that_of_the_call_then_of_the_method_then_of_the_group() -> None:
@@ -347,9 +351,10 @@ def test_execute_all_and_rank_zero_call_any_method() -> None:
     assert group.execute_all("unregistered", value=2).get() == group.execute_all_async("unregistered", 2).get()
     assert group.execute_rank_zero_sync("where", [1]) == (0, ([1],), {})
     assert group.execute_rank_zero("where").get() == group.execute_rank_zero_async("where").get() == (0, (), {})
-    with pytest.raises(DispatchError) as raised:
-        group.execute_all("unheard")
-    assert raised.value.method == "unheard"
+    for name in ("unheard", "rank"):  # rank is a property
+        with pytest.raises(DispatchError) as raised:
+            group.execute_all(name)
+        assert raised.value.method == name
 
 
 class Reporting(Worker):

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from mcontroller import (
-    CallRejected,
     ClassWithInitArgs,
+    DataError,
     DataProto,
     Dispatch,
     DistGlobalInfo,
@@ -101,6 +101,14 @@ class Plain:
     def double(self, number: int) -> int:
         return 2 * number
 
+    @register(Dispatch.ONE_TO_ALL)
+    def lock(self) -> Any:
+        return threading.Lock()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def end(self, error: type[BaseException]) -> None:
+        raise error(3)
+
 
 def group_of(layout: int | ParallelLayout = 4, settings: Settings | None = None) -> Any:
     return LocalWorkerGroup(ClassWithInitArgs(Model, 1, settings=settings or Settings()), layout, name_prefix="actor")
@@ -170,11 +178,23 @@ def test_a_value_arrives_as_in_another_process(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [(item for item in "ab"), torch.eye(2).to_sparse(), threading.Lock()])
 @pytest.mark.parametrize("make", [LocalWorkerGroup, mock_worker_group])
-def test_what_cannot_be_sent_is_rejected_and_the_group_stays_usable(make: Any, value: Any) -> None:
+def test_what_cannot_be_sent_is_rejected_as_over_ray_and_the_group_stays_usable(make: Any, value: Any) -> None:
     group = make(ClassWithInitArgs(Plain), 2)
-    with pytest.raises(CallRejected):
-        group.double(value)
+    for call in (lambda: group.double(value), group.lock):
+        with pytest.raises(DataError):
+            call()
     assert group.broken is None and group.double(4) == 8
+
+
+@pytest.mark.parametrize(("error", "raised"), [(SystemExit, WorkerError), (KeyboardInterrupt, KeyboardInterrupt)])
+def test_a_call_that_some_ranks_have_not_run_breaks_the_group(
+    error: type[BaseException], raised: type[BaseException]
+) -> None:
+    group: Any = LocalWorkerGroup(Plain, 2)
+    with pytest.raises(raised):
+        group.end(error)
+    with pytest.raises(GroupBroken):
+        group.double(4)
 
 
 def test_init_arguments_are_private_to_each_rank() -> None:

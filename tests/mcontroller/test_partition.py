@@ -166,6 +166,7 @@ def test_the_heaviest_shard_is_at_most_two_percent_over_the_mean(kind: str, n: i
 def test_few_rows_per_shard_are_balanced_as_well_as_any_partition_can_be() -> None:
     lengths = [8, 7, 6, 5, 4]  # 8 + 7 against 6 + 5 + 4: the greedy choice would end at 17
     partition = balanced(lengths, 2)
+    assert balanced([length / 16 for length in lengths], 2) == partition
     assert sorted(sum(lengths[row] for row in partition.unpadded_rows(shard)) for shard in range(2)) == [15, 15]
 
 

@@ -62,6 +62,11 @@ class Model(Worker):
     def static(value: int) -> int:
         return value
 
+    @classmethod
+    @register(Dispatch.ONE_TO_ALL)
+    def of_class(cls, value: int) -> int:
+        return value
+
     @register(Dispatch.over("dq"))
     def unknown_axis(self, batch: DataProto) -> DataProto: ...
 
@@ -110,9 +115,9 @@ def test_arguments_that_a_method_does_not_take_never_reach_a_rank(
     assert [len(calls) for calls in group.calls] == [1] * 8
 
 
-def test_a_decorated_or_static_method_is_called_with_what_it_takes(group: Any) -> None:
+def test_a_decorated_static_or_class_method_is_called_with_what_it_takes(group: Any) -> None:
     assert group.injected(2) == [6] * 8
-    assert group.static(2) == [2] * 8
+    assert group.static(2) == group.of_class(2) == [2] * 8
     with pytest.raises(DispatchError) as raised:
         group.static(2, 3)
     assert raised.value.parameters == ("value",)

@@ -237,6 +237,10 @@ def test_concat_rejects_parts_that_differ_in_columns_shape_or_dtype() -> None:
     def other(tensor: torch.Tensor, name: str = "a") -> DataProto:
         return DataProto.from_dict({name: tensor}, {"u": [1, 2]})
 
+    def words(values: list[Any]) -> DataProto:
+        return DataProto.from_dict(non_tensors={"w": np.array(values)})
+
+    assert DataProto.concat([words([]), words(["a"]), words(["bc"])]) == words(["a", "bc"])
     rejected: list[tuple[Any, dict[str, Any]]] = [
         ([part, other(torch.zeros(2, 3), "b")], {"part": 1, "columns": ["b"], "expected": ["a"]}),
         ([part, DataProto.from_dict({"a": torch.zeros(2, 3)})], {"part": 1, "columns": [], "expected": ["u"]}),
@@ -244,6 +248,8 @@ def test_concat_rejects_parts_that_differ_in_columns_shape_or_dtype() -> None:
         ([part, other(torch.zeros(2, 4))], {"column": "a", "part": 1, "actual": "float32[2, 4]"}),
         ([part, DataProto.from_dict({"a": torch.zeros(0, 4)}, {"u": []})], {"column": "a", "actual": "float32[0, 4]"}),
         ([part, other(torch.zeros(2, 3).long())], {"column": "a", "part": 1, "actual": "int64[2, 3]"}),
+        ([words([3, 4]), words(["a"])], {"column": "w", "part": 1, "actual": "<U1[1]", "expected": "int64[2]"}),
+        ([words([[3, 4]]), words([[3]])], {"column": "w", "part": 1, "actual": "int64[1, 1]"}),
         ([], {"types": []}),
         (part, {"type": "DataProto"}),
         ([part, {}], {"types": ["dict"]}),
@@ -273,10 +279,11 @@ def test_padding_repeats_a_row_and_pads_in_a_cycle_to_a_divisor() -> None:
 
 def test_row_lengths_are_sums_of_a_mask() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    batch = DataProto.from_dict({"attention_mask": mask, "bool": mask.bool(), "n": mask[:, 2]})
+    batch = DataProto.from_dict({"attention_mask": mask, "bool": mask.bool(), "n": mask[:, 2], "cost": mask / 2})
     assert batch.row_lengths() == [2, 3]
     assert batch.row_lengths("bool") == [2, 3]
     assert batch.row_lengths("n") == [0, 1]
+    assert batch.row_lengths("cost") == [1.0, 1.5]
     assert batch[:0].row_lengths() == []
 
 

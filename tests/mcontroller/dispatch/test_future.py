@@ -96,11 +96,13 @@ DP3 = topology_of(3)
 
 
 def test_a_call_that_is_not_waited_for_returns_a_future_of_its_result() -> None:
-    future = group_of(TP2_DP2).compute(numbered(5))
+    batch: Any = numbered(5)
+    batch.source = "an attribute of the program's own"
+    future = group_of(TP2_DP2).compute(batch)
     assert isinstance(future, DataProtoFuture)
     assert future.done() and future.wait(0)
     assert repr(future) == "DataProto(computed on the workers)"
-    assert numbers(future.get()) == [0, 1, 2, 3, 4]
+    assert numbers(future.get()) == [0, 1, 2, 3, 4] and future.source == batch.source
 
 
 def test_a_result_that_is_a_list_is_a_plain_future() -> None:

@@ -50,8 +50,8 @@ def named() -> Iterator[Any]:
 
 
 def test_a_dict_of_two_functions_is_a_mode() -> None:
-    result = group_of({"dispatch_fn": backwards, "collect_fn": last_two}).method("x", key="y")
-    assert result == ["actor", (6, (("x", 1),), {"key": ("y", 1)}), (7, (("x", 0),), {"key": ("y", 0)})]
+    result = group_of({"dispatch_fn": backwards, "collect_fn": last_two}).method("x", name="y")
+    assert result == ["actor", (6, (("x", 1),), {"name": ("y", 1)}), (7, (("x", 0),), {"name": ("y", 0)})]
 
 
 def test_a_named_mode_of_functions_is_a_member_of_dispatch(named: Any) -> None:

@@ -60,13 +60,13 @@ def test_the_output_of_every_rank_is_a_file_with_the_last_line_before_a_crash(
 ) -> None:
     directory = tmp_path / "logs"
     with RayResourcePool([2], use_gpu=False, name_prefix="logged", logs=directory) as pool:
-        group = RayWorkerGroup(pool, RayClassWithInitArgs(Speaking), name_prefix="actor")
-        files = [directory / f"actor-rank{rank}-tp{rank}-cp0-dp0-pp0.log" for rank in range(2)]
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Speaking), name_prefix="red/actor")
+        files = [directory / f"red%2Factor-rank{rank}-tp{rank}-cp0-dp0-pp0.log" for rank in range(2)]
         assert [log.path for log in find_logs(directory)] == files
         titles = [Path(f"/proc/{info.pid}/cmdline").read_text() for info in group.executor.processes.handles.infos]
         axes = "cp=0 dp=0 pp=0"
         assert [title.rstrip("\0") for title in titles] == [
-            f"ray::actor rank {rank} (tp={rank} {axes}) · {tmp_path.name}" for rank in range(2)
+            f"ray::red/actor rank {rank} (tp={rank} {axes}) · {tmp_path.name}" for rank in range(2)
         ]
         group.speak()
         with pytest.raises(WorkerDied) as caught:
@@ -93,12 +93,12 @@ def test_the_output_of_every_rank_is_a_file_with_the_last_line_before_a_crash(
     times = [line[:26] for line in lines]
     assert times == sorted(times)
     assert {line[27:].partition(":")[0] for line in lines} == {
-        f"actor rank {rank} (tp={rank} cp=0 dp=0 pp=0)" for rank in range(2)
+        f"red/actor rank {rank} (tp={rank} cp=0 dp=0 pp=0)" for rank in range(2)
     }
     assert printed(capsys, tmp_path, "--tail", 3).splitlines() == lines[-3:]
     assert "rank 0" not in printed(capsys, directory, "--tp", 1).replace("of rank 0", "")
     assert main(["logs", str(tmp_path), "--role", "critic"]) == 1
-    assert "it has actor rank 0 (tp=0" in capsys.readouterr().err
+    assert "it has red/actor rank 0 (tp=0" in capsys.readouterr().err
 
 
 def test_a_directory_that_cannot_be_written_costs_the_file_and_not_the_rank(
