@@ -107,7 +107,8 @@ class History:
             stored = json.loads(line)
             self._stored.get(stored.pop("key"), []).append(Result(**stored))
         contents = {
-            name: f"{hash_of(program.rpartition(':')[0])} {' '.join(versions)}" for name, program in self.programs.items()
+            name: f"{hash_of(program.rpartition(':')[0])} {' '.join(versions)}"
+            for name, program in self.programs.items()
         }
         folders = {name: Path(program.rpartition("/")[0] or ".") for name, program in self.programs.items()}
         self._record = Record(record, contents, folders)
