@@ -220,7 +220,9 @@ def compare_rank(
         for name, value in values.losses.items():
             compared.numbers("loss", name, value, true.losses.get(name, math.nan))
         for parameter, gradient in zip(training.named, values.gradients, strict=True):
-            if gradient is not None:
+            if (gradient is not None) != parameter.is_in(true.gradients):
+                compared.trained(parameter.name, gradient is not None)
+            elif gradient is not None:
                 mine, elements = gradient
                 expected = parameter.of(true.gradients).reshape(-1)
                 compared.tensors("gradient", parameter.name, mine, expected[elements], true.floor)
@@ -263,6 +265,15 @@ class _Compared:
         error = error_between(ours, theirs, self._scale)
         note = f"{mine:.8g} instead of {true:.8g}"
         self._add(kind, name, error, note, self._tolerance / _DEPTH)  # one sum, without the depth of the model
+
+    def trained(self, name: str, is_trained: bool) -> None:
+        """Add a parameter that requires a gradient either here or in one process."""
+        note = (
+            "it requires a gradient here, and not in one process"
+            if is_trained
+            else ("it requires no gradient here, and one in one process")
+        )
+        self._add("gradient", name, math.inf, note)
 
     def updates(self, mine: dict[str, float], true: dict[str, float]) -> None:
         """Compare what an update reports: the gradient norm first."""
