@@ -130,7 +130,7 @@ def _record_rank(step: _Step, trace: CommunicationTrace, ranks: list[_Recorded])
     recorded.gradients = {
         parameter.name: (gradient[0].clone(), parameter.of(true).reshape(-1)[gradient[1]])
         for parameter, gradient in zip(training.named, values.gradients, strict=True)
-        if gradient is not None and parameter.is_in(true)
+        if gradient is not None and parameter.name in reference.trained
     }
     recorded.missing_marks = {parameter.name: missing_mark(parameter, variant) for parameter in training.named}
 

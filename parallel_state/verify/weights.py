@@ -38,10 +38,6 @@ class NamedTensor:
         else:
             yield dataclasses.replace(self.sharded, data=values, dtype=values.dtype)
 
-    def is_in(self, whole: Mapping[str, torch.Tensor]) -> bool:
-        """Whether some tensors of the whole model have this one."""
-        return all(piece.key in whole for piece in self.pieces(self.tensor.detach()))
-
     def of(self, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of a tensor of the whole model.
 
