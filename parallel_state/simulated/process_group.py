@@ -284,24 +284,34 @@ def _sized(tensors: _Tensors) -> tuple[Any, Any]:
     return tuple(tensor.dtype for tensor in tensors), tuple(tensor.shape for tensor in tensors)
 
 
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
 class SimulatedStore(dist.Store):
     """The key-value store of the ranks, for their rendezvous; a key that is not set lets other ranks run until it is.
 
     Args:
         values: the values by key, which all ranks share.
         wait_for_keys: lets other ranks run until all keys are set.
+        poll: lets other ranks run once, for a rank that asks again and again for keys.
         keys_changed: lets ranks go on whose keys are set.
     """
 
     def __init__(
-        self, values: dict[str, bytes], wait_for_keys: Callable[[Sequence[str]], None], keys_changed: Callable[[], None]
+        self,
+        values: dict[str, bytes],
+        wait_for_keys: Callable[[Sequence[str]], None],
+        poll: Callable[[Sequence[str]], None],
+        keys_changed: Callable[[], None],
     ) -> None:
         super().__init__()
         self._values, self._wait_for_keys, self._keys_changed = values, wait_for_keys, keys_changed
+        self._poll = poll
 
     def set(self, key: str, value: Any) -> None:
         """Set a key."""
-        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._values[key] = _bytes(value)
         self._keys_changed()
 
     def get(self, key: str) -> bytes:
@@ -310,17 +320,48 @@ class SimulatedStore(dist.Store):
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return it."""
+        """Add to a counter, and return it; other ranks run first if 0 is added."""
+        if not amount:
+            self._poll([key])
         total = int(self._values.get(key, b"0")) + amount
         self.set(key, str(total))
         return total
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of a key."""
+        self.set(key, self._values.get(key, b"") + _bytes(value))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key that has the expected value, or that is not set if that is empty; return its value."""
+        now = self._values.get(key)
+        if (now or b"") == _bytes(expected):
+            self.set(key, desired)
+            return _bytes(desired)
+        self._poll([key])
+        return _bytes(expected) if now is None else now
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys; wait until all are set."""
+        self._wait_for_keys(keys)
+        return [self._values[key] for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Whether a store has ``append``, ``multi_get`` and ``multi_set``."""
+        return True
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         """Wait until all keys are set; there is no timeout."""
         self._wait_for_keys(keys)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
+        """Whether all keys are set; other ranks run first if not."""
+        if not all(key in self._values for key in keys):
+            self._poll(keys)
         return all(key in self._values for key in keys)
 
     def delete_key(self, key: str) -> bool:

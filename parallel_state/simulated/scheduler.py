@@ -40,6 +40,7 @@ class RankThread:
         rank: the rank.
         ended: whether it runs no function.
         waits_for: what it waits for; None if it can go on.
+        polls: what it last asked for without waiting; None if it has not.
         result: what its function returned.
         error: what its function raised.
         thread: the thread of its function.
@@ -51,6 +52,7 @@ class RankThread:
         self.baton.acquire()
         self.ended = True
         self.waits_for: Waiting | None = None
+        self.polls: Waiting | None = None
         self.result: Any = None
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
@@ -144,12 +146,14 @@ class Scheduler:
             self._park(rank)
         rank.waits_for = None
 
-    def give_way(self, waiting: Waiting) -> None:
-        """Let other ranks run once; a deadlock if ranks do nothing else."""
+    def give_way(self, polls: Waiting | None = None) -> None:
+        """Let other ranks run once; a deadlock if all ranks do nothing but ask whether something is done."""
         rank = self.running()
-        self._idle_polls += 1
+        rank.polls = polls or rank.polls
+        self._idle_polls += polls is not None
         if self._idle_polls > _IDLE_POLLS * len(self.ranks):
-            rank.waits_for = waiting
+            for other in self.ranks:
+                other.waits_for = other.waits_for or other.polls
             self.fail(self._deadlock())
             raise RankStopped
         if self._ready:
@@ -170,7 +174,7 @@ class Scheduler:
         before = threading.stack_size(_STACK_BYTES)
         try:
             for rank in ranks:
-                rank.waits_for, rank.result, rank.error = None, None, None
+                rank.waits_for, rank.polls, rank.result, rank.error = None, None, None, None
                 thread = threading.Thread(
                     target=self._live, args=(rank, functions[rank.rank]), name=f"rank {rank.rank}", daemon=True
                 )

@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 from urllib.parse import parse_qsl, urlsplit
@@ -227,9 +228,16 @@ class Simulation:
             self._scheduler.give_way(call)
         return call.done
 
+    def _poll_keys(self, keys: Sequence[str]) -> None:
+        """Let other ranks run once, which may change keys of the store."""
+        if self._is_rank():
+            self._scheduler.give_way(KeyWait(keys, calling_line()))
+
     def _wait_for_keys(self, keys: Sequence[str]) -> None:
         """Let other ranks run until keys of the store are set."""
         if not all(key in self._values for key in keys):
+            with self._failing():
+                self._check_thread("wait for keys of the store")
             waiting = KeyWait(keys, calling_line())
             rank = self._scheduler.running().rank
             self._key_waits[rank] = waiting
@@ -269,6 +277,11 @@ class Simulation:
                     f"compute on the CPU and have no CUDA streams\n    at {call.line}",
                     ranks=(call.rank,),
                 )
+
+    def _is_rank(self) -> bool:
+        """Whether this is the thread of the running rank."""
+        running = self._scheduler.current
+        return running is not None and running.thread is threading.current_thread()
 
     def _check_thread(self, what: str) -> None:
         running = self._scheduler.running()
@@ -345,7 +358,7 @@ class Simulation:
 
     def _replacements(self, rank: int) -> dict[Any, dict[str, Any]]:
         """Return the functions that this rank replaces: object -> name -> function."""
-        store = SimulatedStore(self._values, self._wait_for_keys, self._keys_changed)
+        store = SimulatedStore(self._values, self._wait_for_keys, self._poll_keys, self._keys_changed)
         self._stores.append(store)  # torch has a reference to its C++ part alone
 
         def meet(url: str, **_: Any) -> Iterator[Any]:
@@ -381,13 +394,23 @@ class Simulation:
             self._scheduler.fail(error)
             raise error
 
+        def sleep(seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
+            pause(seconds)
+            if self._is_rank():  # for a file, say, that another rank will write
+                self._scheduler.give_way()
+
         functions: dict[str, Any] = {
             "_new_process_group_helper": new_group,
             "_warn_not_in_group": not_in_group,
             "_unregister_all_process_groups": functools.partial(self._groups.unregister, rank),
         }
         handlers = dict.fromkeys(_RENDEZVOUS._rendezvous_handlers, meet)
-        return {c10d: functions, _RENDEZVOUS: {"_rendezvous_handlers": handlers}, **self._rejections(rank)}
+        return {
+            c10d: functions,
+            _RENDEZVOUS: {"_rendezvous_handlers": handlers},
+            time: {"sleep": sleep},
+            **self._rejections(rank),
+        }
 
     def _rejections(self, rank: int) -> dict[Any, dict[str, Any]]:
         """Return the functions that raise UnsupportedError on this rank."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import multiprocessing
 import os
@@ -29,7 +28,7 @@ import torch
 
 import parallel_state
 from parallel_state.verify.program import VerifyError, load_program
-from parallel_state.verify.results import Record, Result
+from parallel_state.verify.results import Record, Result, hash_of
 from parallel_state.verify.verifier import Verifier
 
 _TOOLKIT = Path(parallel_state.__file__).parents[1]
@@ -108,9 +107,11 @@ class History:
             stored = json.loads(line)
             self._stored.get(stored.pop("key"), []).append(Result(**stored))
         contents = {
-            name: f"{_hash(program.rpartition(':')[0])} {' '.join(versions)}" for name, program in self.programs.items()
+            name: f"{hash_of(program.rpartition(':')[0])} {' '.join(versions)}"
+            for name, program in self.programs.items()
         }
-        self._record = Record(record, contents)
+        folders = {name: Path(program.rpartition("/")[0] or ".") for name, program in self.programs.items()}
+        self._record = Record(record, contents, folders)
 
     def __enter__(self) -> History:
         self._temporary = tempfile.TemporaryDirectory(prefix="verify-")
@@ -168,7 +169,7 @@ class History:
         for name, key in self._keys.items():
             # the last one is that of a commit nearby
             for result in () if name in known else reversed(self._stored[key]):
-                if all(content == (tree.get(path) or _hash(path)) for path, content in result.files.items()):
+                if all(content == (tree.get(path) or hash_of(path)) for path, content in result.files.items()):
                     known[name] = result
                     break
         return known
@@ -213,7 +214,7 @@ class History:
             raise VerifyError(f"a program imports Megatron from elsewhere than {tree}: look for it beside the program")
         beside = [path for path in imported if not Path(path).is_relative_to(tree)]
         files = listed if written.get("failure") else {path: listed[path] for path in in_tree if path in listed}
-        return Result(**written, files={**files, **{path: _hash(path) for path in beside}})
+        return Result(**written, files={**files, **{path: hash_of(path) for path in beside}})
 
 
 def write_results(output: str, steps: str, layouts: str, *programs: str) -> None:
@@ -267,12 +268,6 @@ def _absolute(program: str) -> str:
     if source.endswith(".py") and not Path(source).is_file():
         raise VerifyError(f"there is no file {source}", program=program)
     return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else program
-
-
-@functools.cache
-def _hash(path: str) -> str:
-    """Return a hash of a file of a program; empty if there is none."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if Path(path).is_file() else ""
 
 
 def _git(repository: Path, *arguments: str, **variables: str) -> str:

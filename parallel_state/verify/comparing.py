@@ -53,6 +53,7 @@ class OneProcess:
         steps: the steps.
         hidden_size: of the model.
         elements: the number of elements of the weights.
+        trained: the names of the parameters that require a gradient.
     """
 
     dtype: torch.dtype
@@ -60,6 +61,7 @@ class OneProcess:
     steps: list[ReferenceStep]
     hidden_size: int
     elements: int
+    trained: list[str]
 
     @property
     def fingerprint(self) -> str:
@@ -133,7 +135,8 @@ def train_reference(program: Program, dtype: torch.dtype, steps: int) -> OneProc
     """Train in one process, which this simulated rank is."""
     training = training_of(program, ONE_PROCESS, dtype, None)
     start = assemble(training.named, [parameter.tensor for parameter in training.named])
-    reference = OneProcess(dtype, start, [], training.config.hidden_size, _elements(training.named))
+    trained = [parameter.name for parameter in training.named if parameter.tensor.requires_grad]
+    reference = OneProcess(dtype, start, [], training.config.hidden_size, _elements(training.named), trained)
     for step in range(steps):
         values = training.forward_backward(step)
         parameters = [
@@ -220,7 +223,9 @@ def compare_rank(
         for name, value in values.losses.items():
             compared.numbers("loss", name, value, true.losses.get(name, math.nan))
         for parameter, gradient in zip(training.named, values.gradients, strict=True):
-            if gradient is not None:
+            if (gradient is not None) != (parameter.name in reference.trained):
+                compared.trained(parameter.name, gradient is not None)
+            elif gradient is not None:
                 mine, elements = gradient
                 expected = parameter.of(true.gradients).reshape(-1)
                 compared.tensors("gradient", parameter.name, mine, expected[elements], true.floor)
@@ -263,6 +268,15 @@ class _Compared:
         error = error_between(ours, theirs, self._scale)
         note = f"{mine:.8g} instead of {true:.8g}"
         self._add(kind, name, error, note, self._tolerance / _DEPTH)  # one sum, without the depth of the model
+
+    def trained(self, name: str, is_trained: bool) -> None:
+        """Add a parameter that requires a gradient either here or in one process."""
+        note = (
+            "it requires a gradient here, and not in one process"
+            if is_trained
+            else ("it requires no gradient here, and one in one process")
+        )
+        self._add("gradient", name, math.inf, note)
 
     def updates(self, mine: dict[str, float], true: dict[str, float]) -> None:
         """Compare what an update reports: the gradient norm first."""

@@ -130,7 +130,7 @@ def _record_rank(step: _Step, trace: CommunicationTrace, ranks: list[_Recorded])
     recorded.gradients = {
         parameter.name: (gradient[0].clone(), parameter.of(true).reshape(-1)[gradient[1]])
         for parameter, gradient in zip(training.named, values.gradients, strict=True)
-        if gradient is not None
+        if gradient is not None and parameter.name in reference.trained
     }
     recorded.missing_marks = {parameter.name: missing_mark(parameter, variant) for parameter in training.named}
 
@@ -327,6 +327,8 @@ class _Search:
 
     def note_of_gradient(self, rank: int, name: str) -> str:
         """Return what the finalized gradient of a parameter is instead of that of one process; empty if unknown."""
+        if name not in self._ranks[rank].gradients:
+            return ""
         mine, true = self._ranks[rank].gradients[name]
         values = [record.gradients.get(name, (None, None))[0] for record in self._ranks]
         note = "" if mine.numel() == 1 else _multiple(mine, true, self._tolerance)  # one number is a multiple of any

@@ -120,8 +120,15 @@ class Outcome:
             return ("failure", re.sub(r"\d+", "", self.first()))
         if self.place is not None:
             return (self.place.direction, re.sub(r"\d+", "", self.place.module))
-        first = self.differences[0] if self.differences else None
+        first = self._first_difference()
         return () if first is None else (first.kind, re.sub(r"\d+", "", first.name))
+
+    def _first_difference(self) -> Difference | None:
+        """Return the first difference that has a note; the norm follows from gradients."""
+        ordered = sorted(
+            self.differences, key=lambda difference: (not difference.note, difference.kind == "gradient norm")
+        )
+        return next(iter(ordered), None)
 
     def first(self) -> str:
         """Return one line: the place where differences begin, the failure, or the first difference."""
@@ -129,8 +136,7 @@ class Outcome:
             return self.failure.partition("\n")[0]
         if self.place is not None:
             return str(self.place)
-        noted = [difference for difference in self.differences if difference.note]
-        return str((noted or self.differences)[0]) if self.differences else ""
+        return str(self._first_difference() or "")
 
     def lines(self) -> list[str]:
         """Return the error or the differences, one line for each kind, and the place."""

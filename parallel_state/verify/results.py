@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -68,12 +71,13 @@ class Record:
 
     Args:
         file: the file; it is made with the first result. None: nothing is read or written.
-        keys: what the results of a program depend on beside Megatron, by its short name. Entries with another key stay
-            in the file, and are not read.
+        keys: the version of a program and of what runs it, by its short name. Entries with another key stay in the
+            file, and are not read; so do those of other contents of the modules beside the program.
+        folders: the folder of each program.
     """
 
-    def __init__(self, file: Path | None, keys: Mapping[str, str]) -> None:
-        self._file, self._keys = file, keys
+    def __init__(self, file: Path | None, keys: Mapping[str, str], folders: Mapping[str, Path]) -> None:
+        self._file, self._keys, self._folders = file, keys, folders
         self._programs = _read(file) if file and file.exists() else {}
 
     def known(self, sha: str) -> dict[str, Result]:
@@ -91,22 +95,39 @@ class Record:
             return
         for name, result in new.items():
             fields = {key: value for key, value in asdict(result).items() if key in _RECORDED}
-            entry = next((entry for entry in self._entries(name) if entry["result"] == fields), None)
+            beside = {
+                os.path.relpath(path, self._folders[name]): content
+                for path, content in result.files.items()
+                if os.path.isabs(path)
+            }
+            same = (entry for entry in self._entries(name) if (entry["result"], entry["beside"]) == (fields, beside))
+            entry = next(same, None)
             if entry is None:
-                entry = {"key": self._keys[name], "result": fields, "commits": []}
+                entry = {"key": self._keys[name], "beside": beside, "result": fields, "commits": []}
                 self._programs.setdefault(name, []).append(entry)
             entry["commits"].append(sha[:_SHA])
         self._file.write_text(json.dumps(self._programs, indent=0) + "\n")
 
     def _entries(self, name: str) -> list[dict[str, Any]]:
-        return [entry for entry in self._programs.get(name, []) if entry["key"] == self._keys[name]]
+        return [
+            entry
+            for entry in self._programs.get(name, [])
+            if entry["key"] == self._keys[name]
+            and all(hash_of(self._folders[name] / path) == content for path, content in entry["beside"].items())
+        ]
+
+
+@functools.cache
+def hash_of(path: str | Path) -> str:
+    """Return a hash of a file of a program; empty if there is none."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if Path(path).is_file() else ""
 
 
 def _read(file: Path) -> dict[str, list[dict[str, Any]]]:
     try:
         programs: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())
         entries = [entry for of_program in programs.values() for entry in of_program]
-        wrong = next((entry for entry in entries if not entry.keys() >= {"key", "result", "commits"}), None)
+        wrong = next((entry for entry in entries if not entry.keys() >= {"key", "beside", "result", "commits"}), None)
     except (ValueError, AttributeError, TypeError) as error:
         raise VerifyError(f"{file} is no record of results by commit: {error}", file=str(file)) from error
     if wrong is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,16 +73,45 @@ def test_the_default_store_works_after_initialization() -> None:
         dist.barrier()
         prefixed = dist.PrefixStore(f"of {dist.get_rank()}", store)
         prefixed.set("key", "value")
+        prefixed.append("key", "s")
+        prefixed.multi_set(["a", "b"], ["1", "2"])
+        values = [prefixed.get("key"), *prefixed.multi_get(["a", "b"])]
+        exchanged = [prefixed.compare_set("key", expected, "new") for expected in ("other", "values")]
+        exchanged += [prefixed.compare_set(key, key, "first") for key in ("", "unset")]
         deleted = prefixed.delete_key("key"), prefixed.delete_key("key"), prefixed.check(["key"])
         dist.barrier()
         return (
             int(store.get("count")),
+            values,
+            exchanged,
             deleted,
             prefixed.num_keys() == store.num_keys() > 0,
             prefixed.clone().check(["key"]),
         )
 
-    assert run_ranks(2, compute) == [(4, (True, False, False), True, False)] * 2
+    exchanged = [b"values", b"new", b"first", b"unset"]
+    expected = (4, [b"values", b"1", b"2"], exchanged, (True, False, False), True, False)
+    assert run_ranks(2, compute) == [expected] * 2
+
+
+def test_ranks_may_poll_for_what_others_do(tmp_path: Path) -> None:
+    def compute() -> int:
+        store, rank = c10d._get_default_store(), dist.get_rank()
+        while rank == 0 and not store.check(["key"]):
+            pass
+        store.set("key", "value")
+        store.add("arrived", 1)
+        while store.add("arrived", 0) < 3:
+            pass
+        while rank == 0 and not (tmp_path / "file").exists():
+            time.sleep(1e-4)
+        if rank == 2:
+            (tmp_path / "file").touch()
+        while store.compare_set("lock", "", str(rank)) != str(rank).encode():
+            pass
+        return int(store.delete_key("lock"))
+
+    assert run_ranks(3, compute) == [1, 1, 1]
 
 
 def test_rendezvous_of_a_url_returns_the_simulated_store() -> None:

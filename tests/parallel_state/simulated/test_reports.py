@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +139,16 @@ def test_polling_for_ever_is_a_deadlock() -> None:
                 pass
 
     assert report(Deadlock, 2, poll).ranks == (1, 0)
+
+
+def test_ranks_that_poll_for_each_other_are_a_deadlock() -> None:
+    def poll() -> None:
+        work = dist.irecv(torch.zeros(1), int(rank_in(0)))
+        while not work.is_completed():
+            time.sleep(0)
+
+    error = report(Deadlock, 2, poll)
+    assert error.ranks == (0, 1) and "can go on\n" not in str(error).partition("\n\n")[2]
 
 
 @pytest.mark.parametrize(

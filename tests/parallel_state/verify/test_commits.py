@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcontroller.cli.main import main
-from parallel_state.verify import commits
+from parallel_state.verify import commits, results
 from parallel_state.verify.commits import History, write_results
 from parallel_state.verify.program import VerifyError
 from parallel_state.verify.results import Result
@@ -24,7 +24,7 @@ content = numbers.read_text().strip()
 failure = {"failure": "SyntaxError"} if content == "broken" else {}
 differs = "output of attention" if content == "wrong" else ""
 result = {"fingerprint": content, "layouts": {"tp=2": differs}, "bits": {"tp=2": content}, **failure}
-result["imported"] = [str(numbers)]
+result["imported"] = [str(numbers), HELPER]
 pathlib.Path(output).write_text(json.dumps({program: result for program in programs}))
 """
 
@@ -32,7 +32,7 @@ pathlib.Path(output).write_text(json.dumps({program: result for program in progr
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository of nine commits: the numbers change twice, and a layout differs from the eighth on."""
-    monkeypatch.setattr(commits, "_CHILD", CHILD)
+    monkeypatch.setattr(commits, "_CHILD", CHILD.replace("HELPER", repr(str(tmp_path / "helper.py"))))
     repository = tmp_path / "checkout"
     (repository / "megatron").mkdir(parents=True)
     git(repository, "init", "--quiet", "--initial-branch", "main", ".")
@@ -78,6 +78,10 @@ def test_a_record_in_git_knows_the_results_of_a_machine_without_a_cache(checkout
     assert (first, runs) == (["1", "1", "1", "2", "2"], 2)
     assert with_record("elsewhere", "main~8..main") == ([*first, "2", "3", "wrongtp=2", "wrongtp=2"], 3)
     assert with_record("a third", "main~8..main")[1] == 0
+    (checkout.parent / "helper.py").write_text("changed")
+    results.hash_of.cache_clear()
+    assert with_record("a fourth", "main~8..main~4")[1] == 2
+    assert with_record("a fifth", "main~8..main~4")[1] == 0
 
 
 @pytest.mark.processes

@@ -117,6 +117,19 @@ def test_wrong_marks_are_named(parameter: str, mark: bool, note: str) -> None:
     assert "gradient norm" in {difference.kind for difference in outcome.differences}
 
 
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_weight_that_is_trained_in_one_process_only_or_in_the_layout_only_is_named(is_trained: bool) -> None:
+    def frozen(config: Any, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
+        model = GPT.model_provider(config, pre_process, post_process, vp_stage)
+        in_one_process = pre_process and post_process
+        model.decoder.layers[-1].mlp.linear_fc2.requires_grad_(in_one_process is not is_trained)
+        return model
+
+    outcome = Verifier(smaller(GPT, model_provider=frozen), steps=1).verify("pp=2")
+    named = {difference.name for difference in outcome.differences if difference.kind == "gradient"}
+    assert "decoder.layers.mlp.linear_fc2.weight[1]" in named and "linear_fc2" in outcome.first()
+
+
 def test_weights_without_their_mark_are_named() -> None:
     def unmarked(*args: Any, **kwargs: Any) -> Any:
         model = GPT.model_provider(*args, **kwargs)
