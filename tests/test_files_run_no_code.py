@@ -91,23 +91,6 @@ def calls_in(*folders: str) -> list[ast.Call]:
     return [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
 
 
-def test_the_page_lists_every_key_of_a_configuration_that_imports_something() -> None:
-    imports = ("import_object", "import_class", "import_module")
-    calls = [call for call in calls_in("mcontroller", "workers", "trainer") if getattr(call.func, "id", "") in imports]
-    keys = {ast.unparse(call.args[1]).strip("'\"") for call in calls}
-    of_the_command_line = {"worker", "group", "--config"}
-    in_imports_itself = {"key"}
-    of_a_reward = {"f'{key}.function"}
-    assert keys - of_the_command_line - in_imports_itself - of_a_reward == {
-        "imports",
-        "multi_turn.episode",
-        "multi_turn.options.agent",
-    }
-    page = (ROOT / "docs" / "reliability.md").read_text()
-    for key in ("imports", "rewards.functions.<name>.function", "multi_turn.episode", "multi_turn.options.agent"):
-        assert f"`{key}`" in page
-
-
 def test_a_value_reads_an_environment_variable_and_evaluates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Path
 ) -> None:
