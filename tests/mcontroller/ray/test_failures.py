@@ -17,7 +17,7 @@ import ray
 from ray.util import list_named_actors
 
 from mcontroller.channel.controller import Hub
-from mcontroller.errors import CallTimeout, ConfigError, GroupBroken, ResourceError, WorkerDied, WorkerError
+from mcontroller.errors import CallTimeout, ConfigError, GroupBroken, GroupError, ResourceError, WorkerDied, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, launch
 from mcontroller.ray.calls import failures, supervision
 from mcontroller.ray.calls.failures import LOG_BYTES, is_follower

@@ -85,13 +85,6 @@ def test_the_second_import_reads_the_cache(package: Path, monkeypatch: pytest.Mo
     assert imported_device() == "cpu"
 
 
-def test_the_cache_has_a_different_tag_from_pythons_own_bytecode(package: Path) -> None:
-    imported_device()
-    cached = [path.name for path in (package.parent / "__pycache__").iterdir() if path.name.startswith("device")]
-    tag = literals._CACHE_TAG
-    assert cached == [f"device.{sys.implementation.cache_tag}.opt-{tag}.pyc"]
-
-
 def test_a_changed_source_is_compiled_again(package: Path) -> None:
     imported_device()
     package.write_text("DEVICE = 'cuda:1', 'changed'\n")
