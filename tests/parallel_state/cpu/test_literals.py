@@ -35,7 +35,6 @@ def evaluated(expression: str) -> object:
         ("keywords(pin_memory=True, device='cuda')", {"pin_memory": False, "device": "cpu"}),
         ("keywords(pin_memory=False)", {"pin_memory": False}),
         ("f'cuda:{1 + 1}'", "cpu"),
-        ("'cuda:{}'.format(3)", "cpu"),
         ("'cuda:%d' % 3", "cpu"),
         ("device('cuda', 3)", ("cpu",)),
     ],
