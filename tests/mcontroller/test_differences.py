@@ -11,7 +11,6 @@ from mcontroller import (
     DataProto,
     Dispatch,
     DispatchError,
-    Execute,
     LocalWorkerGroup,
     TopologyError,
     Worker,
@@ -24,10 +23,6 @@ from tests.mcontroller.groups import group_on, method, topology_of
 
 
 class Plain(Worker):
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    def rank_zero(self, value: Any) -> Any:
-        return value
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def later(self, value: Any) -> Any:
         return value
