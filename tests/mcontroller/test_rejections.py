@@ -160,8 +160,6 @@ def test_workers_that_form_no_grid_are_reported_with_their_role() -> None:
         lambda: Dispatch.over("dp", "dp"),
         lambda: LocalWorkerGroup(Model, 2, timeout="long"),
         lambda: register("MEGATRON_COMPUTE_PROTO"),
-        lambda: register("Dispatch.ONE_TO_ALL"),
-        lambda: register("spread"),
         lambda: register(timeout=-1),
         lambda: mock_worker_group(Model, 2, failures={1: ValueError()}),
     ],

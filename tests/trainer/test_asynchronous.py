@@ -62,8 +62,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(str, options.values())) or "default")
-@pytest.mark.parametrize("staleness", [2, 4])
+@pytest.mark.parametrize(
+    ("staleness", "options"), [*((2, options) for options in OPTIONS), (4, {}), (4, {"stale": "drop"})]
+)
 def test_each_problem_is_trained_on_once_and_within_the_staleness(
     tmp_path: Path, staleness: int, options: dict[str, Any]
 ) -> None:
@@ -115,7 +116,7 @@ def test_responses_in_flight_continue_finish_or_stop_when_the_weights_move(tmp_p
     assert (max(several) == 1) == (partial == "finish")
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(str, options.values())) or "default")
+@pytest.mark.parametrize("options", OPTIONS[2:6], ids=lambda options: " ".join(map(str, options.values())) or "default")
 def test_a_replay_generates_nothing_and_has_the_same_weights(tmp_path: Path, options: dict[str, Any]) -> None:
     batches, repeated = Batches(), Batches()
     whole, lines = run(sliced_config(STEPS, tmp_path / "run", **options), callbacks=[batches])
@@ -132,7 +133,9 @@ def test_a_replay_generates_nothing_and_has_the_same_weights(tmp_path: Path, opt
         assert all(actual[name].equal(column) for name, column in expected.items())
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(str, options.values())) or "default")
+@pytest.mark.parametrize(
+    "options", OPTIONS[1::2], ids=lambda options: " ".join(map(str, options.values())) or "default"
+)
 def test_a_killed_run_takes_again_what_it_recorded_after_its_checkpoint(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:

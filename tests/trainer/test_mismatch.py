@@ -28,10 +28,7 @@ def generated() -> DataProto:
     ("config", "weights", "limited"),
     [
         (ImportanceConfig("token", threshold=3.0), [[2.0, 0.5, 0.0], [3.0, 0.0, 0.0]], 1 / 3),
-        (ImportanceConfig("sequence", threshold=3.0), [[1.0, 1.0, 0.0], [3.0, 0.0, 0.0]], 1 / 3),
-        (ImportanceConfig("token", "mask", 3.0), [[2.0, 0.5, 0.0], [0.0, 0.0, 0.0]], 1 / 3),
         (ImportanceConfig("token", "mask", 3.0, 0.6), [[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]], 2 / 3),
-        (ImportanceConfig("sequence", "mask", 3.0), [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]], 1 / 3),
     ],
 )
 def test_weights_of_tokens_and_sequences_are_truncated_or_masked(config, weights, limited):

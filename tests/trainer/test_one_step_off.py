@@ -74,11 +74,6 @@ def test_a_batch_is_generated_with_the_weights_before_the_update_beside_it() -> 
     assert [line["train/epoch"] for line in lines] == [0.5, 1.0, 1.5, 2.0]
 
 
-def test_the_task_is_learned_from_responses_of_the_policy_before() -> None:
-    _, lines = run(off_policy(30))
-    assert lines[-1]["train/score"] > 0.9 > 0.4 > lines[1]["train/score"]
-
-
 def test_without_staleness_groups_of_their_own_equal_one_group() -> None:
     together = {Role.ActorRollout: WithLogProbs, Role.RefPolicy: ToyActor, Role.Critic: ToyCritic}
     one, of_one = run(dataclasses.replace(off_policy(5, max_staleness=0), rollout=None), together)

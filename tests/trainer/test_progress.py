@@ -6,10 +6,6 @@ import re
 import pytest
 from rich.console import Console
 
-from mcontroller.local import LocalWorkerGroup
-from mcontroller.worker import ClassWithInitArgs
-from parallel_state import ParallelLayout
-from tests.trainer.toy import ToyActor, ToyCritic
 from trainer import ProgressDisplay
 from trainer.display import LINES_PER_PHASE
 
@@ -17,35 +13,6 @@ from trainer.display import LINES_PER_PHASE
 def display(**options) -> tuple[ProgressDisplay, io.StringIO]:
     out = io.StringIO()
     return ProgressDisplay(Console(file=out, width=120, color_system=None, **options)), out
-
-
-def groups():
-    actor, critic = ClassWithInitArgs(ToyActor, 0.1, role="actor"), ClassWithInitArgs(ToyCritic, 0.1)
-    return {
-        "actor": LocalWorkerGroup(actor, ParallelLayout(4, tp=2, pp=2), name_prefix="actor"),
-        "critic": LocalWorkerGroup(critic, ParallelLayout(4), name_prefix="critic"),
-    }
-
-
-def cells(text: str) -> list[list[str]]:
-    """The cells of every table row in a text, without the lines between them."""
-    lines = [line for line in text.splitlines() if line.startswith(("│", "┃"))]
-    return [[cell.strip() for cell in line.replace("┃", "│").strip("│").split("│")] for line in lines]
-
-
-def test_the_table_shows_the_layout_of_groups():
-    shown, out = display()
-    shown.groups(groups())
-    rows = cells(out.getvalue())
-    assert ["actor", "ToyActor", "tp 2 x pp 2 x dp 1", "4 on 1 node", "default"] in rows
-    assert ["critic", "ToyCritic", "tp 1 x pp 1 x dp 4", "4 on 1 node", "default"] in rows
-
-
-def test_a_sample_is_shown_with_its_score_or_without_one():
-    shown, out = display()
-    texts = {"prompt": "1 + 1 =", "response": "2"}
-    shown.samples([{**texts, "score": 0.25}, texts])
-    assert out.getvalue().splitlines() == ["  1 + 1 = -> 2  (0.25)", "  1 + 1 = -> 2  (no score)"]
 
 
 def test_a_step_shows_reward_accuracy_kl_and_tokens_per_second():
@@ -73,12 +40,6 @@ def test_without_a_terminal_a_phase_prints_few_lines_and_its_last_step(steps):
     shown.close()
     lines = out.getvalue().splitlines()
     assert len(lines) <= LINES_PER_PHASE and lines[-1] == f"warm-up {steps}/{steps}  loss 0.125"
-
-
-def test_held_out_results_are_printed_with_their_step():
-    shown, out = display()
-    shown.held_out(8, {"held_out/score": 0.75, "held_out/accuracy": 0.5})
-    assert out.getvalue().strip() == "held-out after 8 steps: score 0.750, accuracy 0.500"
 
 
 def test_held_out_statistics_and_a_score_that_is_a_functions_own_are_not_repeated():

@@ -35,12 +35,6 @@ def test_weights_are_sent_once_before_generation_and_after_every_update() -> Non
     assert not SeparateActor.transfers[-1].is_open
 
 
-def test_training_equals_that_of_one_group_for_actor_and_rollout() -> None:
-    together = {Role.ActorRollout: ToyActor, Role.RefPolicy: ToyActor, Role.Critic: ToyCritic}
-    one = trained(toy_trainer(dataclasses.replace(toy_config(3), ref=0.5), together))
-    np.testing.assert_array_equal(trained(toy_trainer(config(), SEPARATE)), one)
-
-
 @pytest.mark.parametrize(
     ("roles", "changes", "key"),
     [

@@ -36,12 +36,6 @@ def test_listing_verbs_imports_neither_torch_nor_ray() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, check=False).returncode == 0
 
 
-@pytest.mark.processes
-def test_the_module_is_a_program() -> None:
-    done = subprocess.run([sys.executable, "-m", "mcontroller", "--help"], cwd=CHECKOUT, capture_output=True, text=True)
-    assert done.returncode == 0 and "verbs:" in done.stdout
-
-
 def test_an_unknown_verb_is_rejected_with_near_matches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topologie"]) == 2
     assert capsys.readouterr().err == "mcontroller: there is no verb 'topologie'; did you mean topology?\n"

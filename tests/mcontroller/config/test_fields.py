@@ -45,7 +45,6 @@ class Truck(Car):
     [
         (lambda: Engine(1, fule="gas"), {"key": "fule", "close_matches": ["fuel"]}),
         (lambda: Engine(1, torque=3), {"key": "torque"}),
-        (lambda: Engine(1, colour=3), {"key": "colour", "close_matches": []}),
         (lambda: Car(Engine(1), power=3), {"key": "power", "close_matches": ["engine.power", "trailer.power"]}),
         (lambda: Car(), {"key": "engine", "keys": ["engine"]}),
         (lambda: Truck(engine=Engine(1)), {"key": "load", "keys": ["load"]}),

@@ -209,7 +209,7 @@ def test_futures_chunk_and_join_as_batches_do(call: tuple[Topology, DispatchSpec
     assert method(group, "identity", mode)(joined).difference(expected) is None
 
 
-@unhurried
+@brief
 @given(calls(), row_counts, st.data())
 def test_a_batch_next_to_a_future_is_split_as_the_future_is(
     call: tuple[Topology, DispatchSpec], rows: int, data: st.DataObject

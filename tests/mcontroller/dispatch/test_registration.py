@@ -70,13 +70,6 @@ def test_a_registered_function_has_its_registration_as_an_attribute() -> None:
     )
 
 
-def test_the_defaults_are_a_list_entry_per_rank_on_all_ranks_and_blocking() -> None:
-    @register()
-    def method(self: Any) -> None: ...
-
-    assert getattr(method, MAGIC_ATTR) == Registration(Dispatch.ALL_TO_ALL, Execute.ALL, True, True, RowRule(), None)
-
-
 def test_an_overriding_method_is_registered_as_what_it_overrides() -> None:
     assert registration_of(Overriding, "compute") == registration_of(Base, "compute")
     assert registration_of(Overriding, "later") == Registration(Dispatch.RANK_ZERO, Execute.ALL)

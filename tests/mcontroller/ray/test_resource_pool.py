@@ -75,11 +75,6 @@ def test_threads_that_start_groups_share_one_reservation_and_get_different_slots
     assert held() == 0
 
 
-def test_a_bundle_reserves_one_cpu_for_each_of_its_slots(pool: RayResourcePool) -> None:
-    groups = {bundle.group.id: bundle.group for bundle in pool.reserve().bundles()}.values()
-    assert [group.bundle_specs for group in groups] == [[{"CPU": 2.0}, {"CPU": 2.0}]]
-
-
 def test_several_groups_share_one_pool_and_the_table_shows_their_slots(pool: RayResourcePool, start: Start) -> None:
     assert pool.describe() == "pool two: 2 CPU bundle(s) x 2 slot(s), not reserved yet"
     pids = [pid for name in ("actor", "critic") for pid in start(name).pid()]

@@ -20,7 +20,6 @@ from mcontroller.cli.main import main
 from mcontroller.trace.recorder import FOLDER, MEMORY, TraceRecorder
 from trainer import trackers
 from trainer.report import reading
-from trainer.report.curves import CURVES
 from trainer.report.reading import POINTS, SAMPLE_BYTES, few_points, read_samples, role_grids
 from trainer.trackers import JsonlTracker, Run
 
@@ -273,9 +272,3 @@ def test_control_characters_of_a_run_do_not_reach_the_terminal(
     printed = capsys.readouterr().out
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set(printed)
     assert "J\\x1b]0;title\\x07 old\\rnew \\u202e" in printed
-
-
-def test_the_curves_of_the_picture_are_the_first_of_the_page() -> None:
-    first = (Path(reading.__file__).parent / "page.html").read_text().partition("const FIRST = [")[2]
-    names = set(re.findall(r'"([^"]+)"', first.partition("]")[0]))
-    assert {name for panel in CURVES.values() for name in panel} <= names

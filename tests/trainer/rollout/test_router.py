@@ -347,11 +347,10 @@ def test_responses_that_have_begun_end_before_those_that_wait() -> None:
     assert [each in made[:2] for each in ended[:2]] == [True, True] and {*ended} == {*made}
 
 
-@pytest.mark.parametrize("name", ["capacity", "slice_tokens", "temprature", "max_tokens"])
-def test_a_rollout_rejects_unknown_settings(name: str) -> None:
+def test_a_rollout_rejects_unknown_settings() -> None:
     with pytest.raises(ConfigError) as caught:
-        rollout_with(SmallEngine(), **{name: 8})
-    assert (caught.value.key, caught.value.value) == (name, 8)
+        rollout_with(SmallEngine(), temprature=8)
+    assert (caught.value.key, caught.value.value) == ("temprature", 8)
 
 
 def test_responses_of_a_rollout_have_at_most_its_response_length() -> None:

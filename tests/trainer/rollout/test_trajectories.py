@@ -66,12 +66,10 @@ def plain_prompts() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("layout", "parallel"),
     [
-        (ParallelLayout(1), {}),
-        (ParallelLayout(2, tp=2), {"tp": 2}),
         (ParallelLayout(2, pp=2), {"pp": 2}),
         (ParallelLayout(2), {}),
     ],
-    ids=["one", "tp2", "pp2", "dp2"],
+    ids=["pp2", "dp2"],
 )
 def test_tokens_do_not_depend_on_steps_nor_on_what_joins_and_leaves(
     simulated_group: SimulatedGroupMaker, layout: ParallelLayout, parallel: dict[str, int]
@@ -189,12 +187,11 @@ TEMPERATURES = [1.0, 0.2, 3.0, 0.7, 1.0, 0.2, 3.0]
     [
         (ParallelLayout(1), {}, {"log_prob_chunk_tokens": 3}),
         (ParallelLayout(2, tp=2), {"tp": 2}, {}),
-        (ParallelLayout(2, pp=2), {"pp": 2}, {}),
         (ParallelLayout(2, cp=2), {"cp": 2}, {}),
         (ParallelLayout(2), {}, {"packed": True}),
         (ParallelLayout(1), {}, {"share_prompts": False}),
     ],
-    ids=["one", "tp2", "pp2", "cp2", "packed dp2", "not shared"],
+    ids=["one", "tp2", "cp2", "packed dp2", "not shared"],
 )
 def test_tokens_are_scored_at_the_temperature_of_their_request(
     simulated_group: SimulatedGroupMaker, layout: ParallelLayout, parallel: dict[str, int], changes: dict[str, Any]

@@ -12,10 +12,7 @@ import pytest
 import ray
 
 from mcontroller.cli.main import main
-from mcontroller.errors import ConfigError
 from mcontroller.files import acquire_lock
-from trainer.data.hf_tokenizer import HuggingFaceTokenizer
-from trainer.data.tokenizers import TokenizerSource
 from trainer.run.config import read_run_config
 from trainer.run.parts import make_parts
 
@@ -176,22 +173,8 @@ def test_a_value_that_nothing_reads_is_an_error(folder, capsys, key):
 
 
 @pytest.mark.processes
-def test_a_function_of_batches_that_returns_too_few_scores_is_reported(folder, capsys):
-    error = error_of(capsys, FUNCTION.format("few"), "rewards.functions.mine.batch=true")
-    assert "it returned 1 scores for 2 samples. prompt 'Add: 1 + 2 ='" in error
-
-
-@pytest.mark.processes
 def test_a_function_that_applies_to_a_later_problem_is_accepted(folder):
     trial(FUNCTION.format("for_other_problems"))
-
-
-@pytest.mark.processes
-def test_a_problem_without_its_answer_is_reported_with_the_column_to_set(folder, capsys):
-    rows = [json.loads(line) for line in GOOD]
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
-    error = error_of(capsys, FUNCTION.format("reads_answer"))
-    assert "answer None. The problem has no answer: set data.answer_key to the column of the right answers" in error
 
 
 PROBLEM = {"prompt": "Add: 2 + 2 =", "answer": "4"}
@@ -311,25 +294,6 @@ def test_an_address_without_a_cluster_is_reported_at_once(folder, capfd, address
     assert main(["check", "run.yaml", f"cluster.address={address}"]) == 1
     error = capfd.readouterr().err
     assert f"no Ray cluster answers at cluster.address={address}: " in error and len(error.splitlines()) == 1
-
-
-def test_a_directory_without_a_tokenizer_is_reported_with_the_reason(tmp_path):
-    pytest.importorskip("transformers")
-    with pytest.raises(ConfigError) as caught:
-        HuggingFaceTokenizer(TokenizerSource(str(tmp_path), lambda: ([], [])))
-    assert caught.value.key == "tokenizer.path"
-
-
-def test_chat_messages_without_a_chat_template_are_reported_with_the_tokenizer(folder, capsys):
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, models
-
-    words = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(folder / "plain")
-    row = json.dumps({"prompt": CHAT, "answer": "2"})
-    (folder / "rows.jsonl").write_text(f"{row}\n{row}\n")
-    error = error_of(capsys, "tokenizer.kind=huggingface", "tokenizer.path=plain")
-    assert "the tokenizer in 'plain' has no chat template" in error and "data.chat_template=false" in error
 
 
 @pytest.mark.processes

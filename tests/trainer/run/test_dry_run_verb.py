@@ -10,9 +10,7 @@ import pytest
 from mcontroller.cli.main import INTERRUPTED, USAGE_ERROR, main
 from mcontroller.testing.pytest_plugin import DryRunFixture
 from parallel_state.dry_run import DoesNotFit
-from parallel_state.dry_run.memory import KINDS
-from parallel_state.dry_run.outcome import CONTEXT, GIB, Outcome, Use
-from parallel_state.layout import ParallelLayout
+from parallel_state.dry_run.outcome import CONTEXT, GIB
 from tests.parallel_state.verify.programs import EXAMPLES
 
 GPT = f"{EXAMPLES / 'gpt.py'}:program"
@@ -35,15 +33,6 @@ def test_the_exit_status_is_whether_all_layouts_fit(capsys: pytest.CaptureFixtur
     assert main([*arguments, "--gpu", str((CONTEXT + outcomes["tp=2"]["peak"] - 1) / GIB)]) == 1
     printed = capsys.readouterr().out
     assert "DOES NOT FIT" in printed and not json.loads(file.read_text())["fits"]
-
-
-def test_the_table_of_a_large_run_has_at_most_100_columns() -> None:
-    sizes = dict.fromkeys(KINDS, 30 * GIB)
-    use = Use(10**10, sizes, 150 * GIB, sizes, "", "", 10**17, {})
-    lines = Outcome("", ParallelLayout(1024, pp=16), {1023: use}).lines()
-    (header,) = [number for number, line in enumerate(lines) if line.startswith("stage  rank")]
-    names, values = (line.split() for line in lines[header : header + 2])
-    assert len(set(names)) == len(values) and len(lines[header + 1]) <= 100
 
 
 @pytest.mark.parametrize(

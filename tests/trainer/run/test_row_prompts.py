@@ -69,16 +69,6 @@ TEMPLATES = {
 {{- eos_token }}
 {%- elif m.role == 'assistant' %}{{ m.content | trim + eos_token }}
 {%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}""",
-    "gemma2": """
-{{- bos_token }}{% for m in messages %}
-{%- if m.role in ('system', 'tool') %}{{ raise_exception('role not supported') }}{% endif %}
-{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}
-{%- endfor %}{% if add_generation_prompt %}<start_of_turn>model
-{% endif %}""",
-    "phi3": """
-{%- for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}<|assistant|>
-{% else %}{{ eos_token }}{% endif %}""",
     "deepseek": """
 {{- bos_token }}{% for m in messages %}
 {%- if m.role == 'user' %}<User>{{ m.content }}{% endif %}

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.dispatch.modes import Dispatch
-from mcontroller.dispatch.registration import registration_of
 from tests.ranks import run_ranks
 from tests.workers.roles import GREEDY, actor, experience, own_shard, prompts
 from workers import Generated, Prompts, Rollout, Sampling
@@ -129,9 +127,3 @@ def test_custom_engine_generates_megatrons_tokens_before_and_after_an_update(
         assert found["pulled"] and found["asleep"] == 0
         assert found["parts"] == ("params", "grads", "optimizer", "rollout")
     assert not torch.equal(expected[0]["responses"], expected[2]["responses"])
-
-
-def test_weights_are_pulled_by_the_engine_only() -> None:
-    """See tests/mcontroller/test_group.py for the error of a group that calls a method of this mode."""
-    registration = registration_of(CustomEngineWorker, "rollout_weights")
-    assert registration is not None and registration.dispatch_mode == Dispatch.DIRECT_ROLLOUT_METHOD

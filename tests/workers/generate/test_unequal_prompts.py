@@ -10,7 +10,6 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
-from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.workers.roles import GREEDY, RESPONSE, SAMPLED, actor, prompts
@@ -44,7 +43,7 @@ def test_log_probs_of_samples_equal_those_of_scoring(model: str) -> None:
     torch.testing.assert_close(sampled, scored, atol=1e-4, rtol=0)
 
 
-def seen_by_core_attention(equal: bool) -> list[tuple[int, tuple[int, ...] | None, AttnMaskType]]:
+def seen_by_core_attention() -> list[tuple[int, tuple[int, ...] | None, AttnMaskType]]:
     """Return, for every call of the first layer's core attention, its queries, its mask's shape and its mask type."""
     worker = actor({}, "rollout")
     seen: list[Any] = []
@@ -55,27 +54,17 @@ def seen_by_core_attention(equal: bool) -> list[tuple[int, tuple[int, ...] | Non
 
     core = worker.model[0].decoder.layers[0].self_attention.core_attention
     core.register_forward_pre_hook(record, with_kwargs=True)
-    batch = prompts(ROWS, GREEDY | {"eos_token_id": -1})
-    if equal:
-        batch = DataProto.from_dict({name: column[:, -3:] for name, column in batch.batch.items()}, {}, batch.meta_info)
-    worker.generate_sequences(batch)
+    worker.generate_sequences(prompts(ROWS, GREEDY | {"eos_token_id": -1}))
     return seen
 
 
 @pytest.mark.simulated
 def test_prompts_are_causal_and_later_tokens_have_a_mask_for_one_query() -> None:
     width = int(prompts(ROWS, {}).batch["attention_mask"].sum(1).max())
-    prompt, *later = run_ranks(seen_by_core_attention, 1, False)[0]
+    prompt, *later = run_ranks(seen_by_core_attention, 1)[0]
     assert prompt == (width, None, AttnMaskType.causal)
     assert [shape for _, shape, _ in later] == [(ROWS, 1, 1, width + step) for step in range(1, RESPONSE)]
     assert {queries for queries, _, _ in later} == {1}
-
-
-@pytest.mark.simulated
-def test_prompts_of_equal_length_have_no_mask() -> None:
-    seen = run_ranks(seen_by_core_attention, 1, True)[0]
-    assert [mask for _, mask, _ in seen] == [None] * RESPONSE
-    assert [kind for _, _, kind in seen] == [AttnMaskType.causal] + [AttnMaskType.no_mask] * (RESPONSE - 1)
 
 
 class Core(nn.Module):

@@ -26,12 +26,8 @@ def test_a_machine_without_a_gpu_ends_with_the_reason(
         ("NVIDIA H100 PCIe", 756.0),
         ("NVIDIA H20", 148.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA B200", 2250.0),
-        ("NVIDIA L40S", 362.0),
         ("NVIDIA L4", 121.0),
-        ("NVIDIA GeForce RTX 4090", 165.2),
         ("Tesla T4", None),
-        ("fake CUDA device", None),
     ],
 )
 def test_the_peak_of_a_gpu_is_found_by_its_name(name: str, peak: float | None) -> None:

@@ -51,7 +51,6 @@ def changed(tensor: torch.Tensor, by: float) -> torch.Tensor:
         ("float32", NORM, RIGHT[NORM] * 1.001, RIGHT[NORM] * 1.01),
         ("bfloat16", NORM, RIGHT[NORM], torch.full((3, 2), math.nan)),
         ("float32", "weights", RIGHT["weights"], {"weight": torch.ones(4, 4) + 0.01}),
-        ("float32", "weights", RIGHT["weights"], {"other": torch.ones(4, 4)}),
     ],
 )
 def test_a_wrong_value_fails_its_row_and_the_run(precision: str, quantity: str, right: Any, wrong: Any) -> None:

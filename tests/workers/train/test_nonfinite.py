@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests import forking
 from tests.ranks import run_ranks
 from tests.workers.roles import MODEL, actor, experience, own_shard
 from workers.train.nonfinite import NonFiniteGradient
@@ -95,8 +94,3 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, str, dict[str, Any]]] = {
 def test_nan_of_the_backward_pass_is_attributed_to_its_rank_and_parameter(layout: str) -> None:
     size, parallel, rank, ending, changes = LAYOUTS[layout]
     check(run_ranks(updated, size, parallel, rank, ending, changes), rank)
-
-
-@pytest.mark.processes
-def test_nan_of_the_backward_pass_is_attributed_on_processes() -> None:
-    check(forking.run_ranks(updated, 8, {"tp": 2, "pp": 2}, 6, "mlp.linear_fc1", {}), 6)

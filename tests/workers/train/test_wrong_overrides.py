@@ -40,8 +40,8 @@ def keys_of_errors(method: str, change: Callable[[Any], Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda scores: None, lambda scores: scores[0], lambda scores: (scores, scores), lambda scores: scores[:, :1]],
-    ids=["nothing", "one dim less", "a tuple", "fewer rows"],
+    [lambda scores: None, lambda scores: scores[0], lambda scores: scores[:, :1]],
+    ids=["nothing", "one dim less", "fewer rows"],
 )
 def test_an_output_of_forward_step_that_does_not_fit_is_an_error(change: Any) -> None:
     assert run_ranks(keys_of_errors, 1, "forward_step", change) == [["forward_step"] * 2]
@@ -65,15 +65,15 @@ def test_values_of_another_shape_are_an_error() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda chunks: None, lambda chunks: chunks[0], lambda chunks: [], lambda chunks: chunks * 2],
-    ids=["nothing", "a module", "no module", "too many"],
+    [lambda chunks: None, lambda chunks: chunks[0], lambda chunks: chunks * 2],
+    ids=["nothing", "a module", "too many"],
 )
 def test_chunks_that_are_not_those_of_the_stage_are_an_error(change: Any) -> None:
     keys = run_ranks(lambda: key_of_error(lambda: actor({}, "actor", overriding("build_model", change))), 1)
     assert keys == ["build_model"]
 
 
-@pytest.mark.parametrize("rules", [None, {"entropy": "token mean"}, {"entropy": None}])
+@pytest.mark.parametrize("rules", [None, {"entropy": "token mean"}])
 def test_metrics_without_rules_are_an_error(rules: Any) -> None:
     def update() -> str:
         worker = actor({}, "actor", overriding("metrics", lambda metrics: rules), ppo_epochs=1)

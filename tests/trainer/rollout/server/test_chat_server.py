@@ -117,17 +117,8 @@ def with_urllib(url: str, key: str, **request: Any) -> Any:
         raise Rejected(error.code, json.load(error)["error"]) from error
 
 
-def with_openai(url: str, key: str, **request: Any) -> Any:
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
-    return client.chat.completions.create(model="policy", **request).choices[0].model_dump()
-
-
-@pytest.mark.parametrize("ask", [with_urllib, pytest.param(with_openai, marks=pytest.mark.processes)])
-def test_an_agent_with_a_tool_is_one_trajectory_of_exact_tokens(
-    serve: Callable[..., ChatServer], ask: Callable[..., Any]
-) -> None:
-    server = serve()
+def test_an_agent_with_a_tool_is_one_trajectory_of_exact_tokens(serve: Callable[..., ChatServer]) -> None:
+    server, ask = serve(), with_urllib
     session = server.open("problem-7", seed=5)
     first = ask(server.base_url, session.api_key, messages=ASK, tools=TOOLS)
     (call,) = first["message"]["tool_calls"]

@@ -21,7 +21,6 @@ from tests.workers.generate.vllm.stand_in import (
     standing_in,
 )
 from workers.generate.vllm.buckets import SharedBuckets
-from workers.generate.vllm.engine_process import EngineError
 from workers.weights.whole_tensors import tensor_in
 
 GB = 1 << 30
@@ -108,15 +107,6 @@ def test_an_engine_on_a_cpu_never_sleeps(folder: Path) -> None:
         assert "sleep 2" not in served.llm.events and "wake weights" not in served.llm.events
 
 
-def test_the_stand_in_refuses_a_share_that_leaves_no_room_for_its_process(gpu: Gpu, folder: Path) -> None:
-    free = 50 / 80
-    with pytest.raises(EngineError) as caught:
-        engine(folder, gpu_memory_utilization=free)
-    assert caught.value.method == "start"
-    gpu.used = 30 * GB  # the process has ended
-    engine(folder, gpu_memory_utilization=free - CONTEXT_BYTES / gpu.total)
-
-
 def test_the_stand_in_takes_the_arguments_of_vllm_only(folder: Path) -> None:
     with standing_in():
         with pytest.raises(TypeError):
@@ -158,19 +148,3 @@ def test_requests_in_flight_go_on_with_new_weights_and_say_which_tokens_are_thei
         assert sum(count for _, count in response.versions) == len(response.tokens) == len(response.log_probs) == length
         assert response.reason == "stop"
     assert other.versions == [[7, 41]]
-
-
-def test_the_stand_in_asserts_on_memory_that_is_asleep(gpu: Gpu, folder: Path) -> None:
-    llm: StandInLLM = engine(folder, gpu_memory_utilization=0.5).llm
-    asyncio.run(llm.sleep(2, "keep"))
-    calls = (
-        lambda: llm.collective_rpc("begin_policy_update"),
-        lambda: llm.resume_generation(),
-        lambda: llm.sleep(2, "keep"),
-    )
-    for call in calls:
-        with pytest.raises(AssertionError):
-            asyncio.run(call())  # type: ignore[no-untyped-call]
-    asyncio.run(llm.wake_up(["weights"]))
-    with pytest.raises(AssertionError):
-        asyncio.run(llm.wake_up(["weights"]))

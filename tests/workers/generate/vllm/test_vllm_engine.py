@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -102,25 +101,6 @@ def test_a_request_that_is_cancelled_while_it_waits_for_others_is_not_begun(
         await engine.close()
 
     asyncio.run(run())
-
-
-def test_the_controller_takes_at_most_150_microseconds_for_a_trajectory(served: EngineInProcess) -> None:
-    """On a thread of its own: the CPU of the engine, in this process too, is not counted."""
-
-    async def run() -> float:
-        engine = address_of(served).connect()
-        await generate(engine, 3)
-        best = 1.0
-        for _ in range(3):
-            start = time.thread_time()
-            await asyncio.gather(*(generate(engine, *[3] * 200, number % 90) for number in range(400)))
-            best = min(best, (time.thread_time() - start) / 400)
-        await engine.close()
-        return best
-
-    seconds = asyncio.run(run())
-    print(f"{1e6 * seconds:.0f} us of CPU for a trajectory")  # noqa: T201
-    assert seconds < 150e-6
 
 
 def test_an_engine_that_is_silent_while_requests_wait_is_lost(served: EngineInProcess) -> None:
