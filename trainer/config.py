@@ -377,6 +377,8 @@ class AsynchronousConfig:
     """Seed of the simulated schedule."""
     replay: str | None = None
     """Directory of a run whose recorded responses this run trains on, in their order. None: it generates."""
+    check_replay: bool = False
+    """Generate the recorded tokens again, and end at the first one that differs."""
 
     def __post_init__(self) -> None:
         check_one_of("trainer.asynchronous.take", self.take, TAKES)
@@ -385,6 +387,8 @@ class AsynchronousConfig:
         check_one_of("trainer.asynchronous.schedule", self.schedule, SCHEDULES)
         if self.schedule == "live":
             check_unused(self, ("seed",), "trainer.asynchronous.", "with schedule=live: set schedule=simulated")
+        if self.replay is None:
+            check_unused(self, ("check_replay",), "trainer.asynchronous.", "without trainer.asynchronous.replay")
 
 
 @strict_fields

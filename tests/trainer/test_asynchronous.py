@@ -215,6 +215,27 @@ def test_a_replay_that_differs_is_an_error_with_the_first_difference(tmp_path: P
     assert caught.value.path == str(tmp_path / "none")
 
 
+@pytest.mark.parametrize("options", [{}, {"partial": "stop"}, {"stale": "drop"}, {"schedule": "live"}], ids=str)
+def test_a_check_of_a_replay_names_the_first_token_that_is_generated_otherwise(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    run(sliced_config(STEPS, tmp_path / "run", **options))
+    options = {**options, "replay": str(tmp_path / "run"), "check_replay": True}
+    SlicedActor.slices.clear()
+    run(sliced_config(STEPS, tmp_path / "replay", **options))
+    assert len(SlicedActor.slices) > 2
+    path = files(tmp_path / "run")[2]
+    taken = read(path)
+    row = next(row for row, response in enumerate(taken.responses) if len(response.tokens) > 2)
+    expected = taken.responses[row].tokens[1] = (taken.responses[row].tokens[1] + 1) % 5
+    write(path, taken)
+    with pytest.raises(DataError) as caught:
+        run(sliced_config(STEPS, tmp_path / "replay", **options))
+    error = caught.value
+    assert (error.record, error.group, error.response) == (2, taken.groups[row // 2], row % 2)
+    assert (error.position, error.expected) == (1, expected)
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.9])
 def test_a_damaged_record_is_an_error_with_its_path(tmp_path: Path, kept: float) -> None:
     run(sliced_config(2, tmp_path))

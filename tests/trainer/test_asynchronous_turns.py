@@ -117,7 +117,7 @@ def test_replies_are_where_the_turns_end_and_are_no_tokens_of_the_policy(
 
 
 OPTIONS = [
-    ({}, "temperatures"),
+    ({}, "letters"),
     ({"take": "in_order", "partial": "finish"}, "episode"),
     ({"staleness": 1}, "episode"),
     ({"stale": "drop", "partial": "stop"}, "few episodes"),
@@ -193,6 +193,13 @@ def test_dropped_tokens_of_episodes_are_those_that_the_policy_made_for_nothing(
             for response, future in zip(group.responses, group.futures, strict=False)
         )
     assert dropped > 0 and sum(counts) == trained + dropped + in_flight
+
+
+@pytest.mark.parametrize("kind", ["letters", "few episodes", "temperatures"])
+def test_turns_are_generated_again_as_they_were_recorded(tmp_path: Path, kind: str) -> None:
+    whole, _, _ = run(tmp_path / "whole", rollout=ROLLOUTS[kind])
+    checked = {"replay": str(tmp_path / "whole"), "check_replay": True}
+    assert run(tmp_path / "replay", rollout=ROLLOUTS[kind], **checked)[0].equal(whole)
 
 
 @pytest.mark.processes

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from trainer.rollout.made_tokens import EpisodeError
 from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.requests import Request
 from trainer.rollout.seeds import TRAINING, seed_of
-from trainer.rollout.trajectories import TrajectoryRollout, trajectory_batch
-from trainer.rollout.trajectory import Trajectory
+from trainer.rollout.trajectories import Submitted, TrajectoryRollout, trajectory_batch
+from trainer.rollout.trajectory import ARRAYS, Trajectory
 from trainer.rollout.trajectory_log import Taken, TrajectoryLog
 from trainer.saving.run_record import RECORD, BatchInFlight, read_record
 from trainer.stages import Stages
@@ -236,6 +236,8 @@ class AsynchronousGenerations(Generations):
         if (error := self._misfit(taken, size)) is not None:
             self.log.leave(error)
             return None
+        if self._options.check_replay:
+            self._check_tokens()
         self.log.count += 1
         for number in taken.dropped:
             self._groups[number].attempt += 1
@@ -266,6 +268,43 @@ class AsynchronousGenerations(Generations):
                 version=self._version,
             )
         return None
+
+    def _check_tokens(self) -> None:
+        """Generate the recorded tokens of this version of the policy again, and compare them.
+
+        Raises:
+            DataError: a token differs.
+        """
+        compared: list[tuple[int, int, int, Trajectory, Submitted]] = []
+        ahead = 0
+        while (taken := self.log.next(ahead)) is not None and taken.version <= self._version + self._ahead:
+            for at, response in enumerate(taken.responses):
+                number = taken.groups[at // self._n]
+                for start, end, temperature in _sampled_by(response, self._version):
+                    prompt = response.prompt or self._groups[number].prompt
+                    made = {name: getattr(response, name)[:start] for name in ARRAYS if name != "prompt"}
+                    again = Trajectory(prompt, **made)
+                    settings: dict[str, Any] = {"seed": response.seed or 0, "temperature": temperature}
+                    submitted = self._trajectories.submit(again, max_tokens=end - start, **settings)
+                    compared.append((self.log.count + ahead, number, at % self._n, response, submitted))
+            ahead += 1
+        while len(self._trajectories):
+            self._trajectories.advance()
+        for record, number, index, response, submitted in compared:
+            generated = submitted.trajectory.tokens
+            for position, (token, expected) in enumerate(zip(generated, response.tokens, strict=False)):
+                if token != expected:
+                    raise DataError(
+                        f"token {position} of response {index} to problem {number}, in file {record} of "
+                        f"{self.log.directory}, is {expected}; generated again it is {token}: the engine, its weights "
+                        "or the sampling differ",
+                        record=record,
+                        group=number,
+                        response=index,
+                        position=position,
+                        token=token,
+                        expected=expected,
+                    )
 
     def _generated_groups(self, size: int) -> Taken:
         """Generate until a step can take groups, and return them."""
@@ -597,3 +636,13 @@ def learning_settings(config: PPOConfig) -> dict[str, Any]:
         for key, leaf in leaves({name: content}):
             settings[key] = leaf if isinstance(leaf, str | int | float | bool | list | None) else repr(leaf)
     return settings
+
+
+def _sampled_by(response: Trajectory, version: int) -> Iterator[tuple[int, int, float]]:
+    """Yield start, end and temperature of the runs of tokens that the policy of a version sampled."""
+    start = 0
+    for (of_run, temperature), run in groupby(zip(response.versions, response.temperatures, strict=True)):
+        end = start + len([*run])
+        if of_run == version:
+            yield start, end, temperature
+        start = end

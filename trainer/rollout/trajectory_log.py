@@ -91,16 +91,16 @@ class TrajectoryLog:
             self._resumes = True
         return self._path(self.count).exists()
 
-    def next(self) -> Taken | None:
-        """Return what the trainer takes next, if it was recorded.
+    def next(self, ahead: int = 0) -> Taken | None:
+        """Return what the trainer takes next, or ``ahead`` times later, if it was recorded.
 
         Raises:
             DataError: the file is damaged, or the run replays another one, which did not go as far.
         """
-        path = self._path(self.count)
-        if self.has_next():
+        path = self._path(self.count + ahead)
+        if self.has_next() and path.exists():
             return read(path)
-        if self.replays:
+        if self.replays and not ahead:
             numbers = [int(file.stem) for file in self.files()]
             known = f"has files {min(numbers)} to {max(numbers)}" if numbers else "has no files"
             raise DataError(
