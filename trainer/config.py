@@ -378,7 +378,7 @@ class AsynchronousConfig:
     replay: str | None = None
     """Directory of a run whose recorded responses this run trains on, in their order. None: it generates."""
     check_replay: bool = False
-    """Generate the recorded tokens again, and end at the first one that differs."""
+    """Generate the recorded tokens again, and end at the first one that differs; not with episodes."""
 
     def __post_init__(self) -> None:
         check_one_of("trainer.asynchronous.take", self.take, TAKES)

@@ -357,6 +357,14 @@ def check_generates_alone(
             key=STALENESS,
             value=staleness,
         )
+    if rollout_fn is not None and config.trainer.asynchronous.check_replay:
+        raise ConfigError(
+            "trainer.asynchronous.check_replay is true with a rollout_fn: turns of an episode may have settings of "
+            "their own, which are not recorded, so that they cannot be generated again. Set it to false: the recorded "
+            "tokens are trained on",
+            key="trainer.asynchronous.check_replay",
+            value=True,
+        )
     if rollout_fn is not None and rollout_fn.processes and config.trainer.asynchronous.schedule == "simulated":
         raise ConfigError(
             "trainer.asynchronous.schedule is 'simulated', and the time at which episodes in "

@@ -1,7 +1,7 @@
 """The HTTP side of the server, on Starlette and uvicorn: the extra ``agents``.
 
-Anybody who can reach the port can connect. A connection costs a file descriptor and no thread. A request without the
-key of a session is answered before its body is read.
+Anybody who can reach the port can connect. A connection without a request costs a file descriptor and no thread, for a
+limited time; a request without the key of a session is answered before its body is read.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mcontroller.errors import ConfigError, DataError
 from trainer.data.tokenizers import TextTokenizer
@@ -45,7 +46,7 @@ APIS: Mapping[str, type[Api]] = {
 }
 """The paths that are served, also below a folder whose name is the API key."""
 IDLE_S = 30
-"""[s] Longest time in which the body of a request arrives, and between two requests of a connection."""
+"""[s] Longest time in which the first header of a connection and the body of a request arrive, and between requests."""
 CLOSE_S = 5.0
 """[s] Longest time to wait for the thread of the server when it is closed."""
 
@@ -98,7 +99,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=_Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -247,6 +248,18 @@ class _EventStream(StreamingResponse):
         with self._running:
             async with aclosing(self._events):
                 await super().__call__(scope, receive, send)
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if it sends no whole header of a request for ``IDLE_S``."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(IDLE_S, self._end_if_idle)
+
+    def _end_if_idle(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
 
 
 async def _not_served(request: Request, error: Any) -> Response:

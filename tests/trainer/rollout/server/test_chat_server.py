@@ -332,15 +332,17 @@ def test_a_server_without_its_packages_names_the_extra(monkeypatch: pytest.Monke
     assert (caught.value.key, caught.value.value) == ("multi_turn.episode", "agents")
 
 
-def test_a_body_that_does_not_arrive_ends_its_request(
-    serve: Callable[..., ChatServer], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("sent", [0, 10, -5], ids=["nothing", "half of a header", "half of a body"])
+def test_a_request_that_does_not_arrive_is_ended(
+    serve: Callable[..., ChatServer], monkeypatch: pytest.MonkeyPatch, sent: int
 ) -> None:
     monkeypatch.setattr(http, "IDLE_S", 0.1)
     server = serve()
     session = server.open("a")
     with connected(server) as client:
-        client.sendall(request_of(session)[:-5])
-        assert client.makefile("rb").read()[:12] == b"HTTP/1.1 408"  # and the server closes
+        client.sendall(request_of(session)[:sent])
+        answer = client.makefile("rb").read()  # until the server closes
+    assert answer[:12] == (b"HTTP/1.1 408" if sent < 0 else b"")
     monkeypatch.setattr(http, "IDLE_S", 30)
     assert with_urllib(server.base_url, session.api_key, messages=ASK)["finish_reason"] == "stop"
 
