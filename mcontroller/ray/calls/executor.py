@@ -179,7 +179,10 @@ class RayExecutor:
 
     def restart(self, timeout: float | None = None) -> None:
         """Replace the processes, with every role that they run; see ``GroupProcesses.restart``."""
-        self.processes.restart(timeout)
+        processes = self.processes
+        with processes.restarting:
+            if self.processes is processes:  # no other thread has replaced them meanwhile
+                processes.restart(timeout)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Call ``before_shutdown`` of the workers, end the processes with every role that they run, and free the slots.

@@ -329,6 +329,7 @@ class GroupProcesses:
         launch_again: starts such processes once more, but not on nodes with these ids; None if another driver has
             started them.
         sending: held while a call is sent, so that all ranks get the calls of several threads in one order.
+        restarting: held while the processes are replaced: two roles of them may be restarted at once.
         numbers: the numbers of calls.
         order: assigns the places of calls, if this controller is the only one.
         coordinates: index on each axis, by role and rank, as far as known.
@@ -346,7 +347,7 @@ class GroupProcesses:
         self.name, self.handles, self.detached = name, handles, detached
         self.executors: weakref.WeakSet[Any] = weakref.WeakSet()
         self.launch_again: Callable[[float | None, Set[str]], GroupProcesses] | None = None
-        self.sending = threading.RLock()
+        self.sending, self.restarting = threading.RLock(), threading.Lock()
         self.numbers = itertools.count()
         self.order = CallOrder()
         self.coordinates: dict[str, Sequence[Mapping[str, int]]] = {}

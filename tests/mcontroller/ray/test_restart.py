@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -47,14 +48,16 @@ def test_a_broken_group_restarts_and_values_from_before_raise(pool: RayResourceP
     assert group.passed(rows()) == rows()  # the old batch did not break the new processes
 
 
-def test_a_restart_of_one_role_restarts_those_of_its_processes(pool: RayResourcePool) -> None:
+def test_two_threads_that_restart_roles_of_the_same_processes_restart_them_once(ray_cluster: None) -> None:
     classes = {"left": RayClassWithInitArgs(Plain), "right": RayClassWithInitArgs(Plain)}
-    group = RayWorkerGroup(pool, create_colocated_worker_cls(classes), name_prefix="both")
-    left, right = group.spawn(["left", "right"]).values()
-    killed(left)
-    right.restart()
-    assert left.pid() == right.pid() and left.broken is None
-    group.shutdown()
+    with RayResourcePool([2], use_gpu=False, name_prefix="single") as single:
+        group = RayWorkerGroup(single, create_colocated_worker_cls(classes), name_prefix="both")
+        roles = group.spawn(["left", "right"])
+        killed(roles["left"])
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(RayWorkerGroup.restart, roles.values()))
+        assert roles["left"].pid() == roles["right"].pid() and roles["left"].broken is None
+        group.shutdown()
 
 
 def test_a_restart_without_a_slot_names_who_has_it_and_can_be_repeated(start: Start, ray_cluster: None) -> None:
