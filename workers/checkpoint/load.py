@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from mcontroller.errors import DataError
 from mcontroller.files import sha256_of
@@ -32,7 +32,6 @@ from workers.checkpoint.megatron_lm import find_megatron_lm_checkpoint, megatron
 from workers.checkpoint.optimizer_state import check_buckets, merge_optimizer_state
 from workers.checkpoint.state import (
     RANDOM,
-    Shapes,
     is_adapted,
     layout_of,
     needed_shapes,
@@ -57,16 +56,12 @@ class Checkpoint(NamedTuple):
     Attributes:
         directory: of its files.
         manifest: its manifest.
-        weights: the names and shapes of its weights.
-        tensors: the names of all its tensors.
-        objects: the names of its objects that are not tensors.
+        metadata: torch's description of its tensors and objects.
     """
 
     directory: Path
     manifest: Manifest
-    weights: Shapes
-    tensors: frozenset[str]
-    objects: frozenset[str]
+    metadata: Metadata
 
 
 def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> Checkpoint:
@@ -80,12 +75,7 @@ def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> Checkpoint
         DataError: on every rank, if one of them finds no checkpoint, or one that is unfinished or damaged.
     """
     directory, manifest = raise_on_every_rank(lambda: _open(path, vocab_size))
-    metadata = verify(directory, manifest)
-    names = metadata.state_dict_metadata.items()
-    objects = {name.partition("/shard_")[0] for name, entry in names if isinstance(entry, BytesStorageMetadata)}
-    weights = saved_shapes(metadata, manifest["parts"], manifest["vocab_size"])
-    tensors = {name for name, entry in names if isinstance(entry, TensorStorageMetadata)}
-    return Checkpoint(directory, manifest, weights, frozenset(tensors), frozenset(objects))
+    return Checkpoint(directory, manifest, verify(directory, manifest))
 
 
 def _open(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest]:
@@ -174,7 +164,8 @@ def check_checkpoint(training: TrainingState, checkpoint: Checkpoint, distribute
             missing, of an unknown phase, in buckets that this optimizer does not have, or that of a distributed
             optimizer and this one is not, or the reverse.
     """
-    directory, manifest, saved, *_ = checkpoint
+    directory, manifest, metadata = checkpoint
+    saved = saved_shapes(metadata, manifest["parts"], manifest["vocab_size"])
     raise_on_every_rank(lambda: _check_base(training.base, manifest.get("base"), directory))
     sources = _sources(training, manifest)
     models = {part: training.models[part] for part in sources}
@@ -271,7 +262,8 @@ def load_checkpoint(training: TrainingState, checkpoint: Checkpoint, *, without_
     Raises:
         DataError: on every rank, before the weights change, if tensors of the optimizer are missing.
     """
-    directory, manifest, _, tensors, objects = checkpoint
+    directory, manifest, metadata = checkpoint
+    names = metadata.state_dict_metadata
     sources = _sources(training, manifest)
     with_optimizer = "optimizer" in manifest["parts"] and training.optimizer is not None and not without_head
     same_layout = manifest["layout"] == layout_of(training) and not without_head
@@ -286,9 +278,9 @@ def load_checkpoint(training: TrainingState, checkpoint: Checkpoint, *, without_
         del state[RANDOM]
     optimizer = state.pop("optimizer", None)
     if optimizer is not None:
-        raise_on_every_rank(lambda: _check_optimizer_tensors(optimizer, tensors, directory))
+        raise_on_every_rank(lambda: _check_optimizer_tensors(optimizer, names, directory))
     # Tensors are found by their own names. Under another key they stay apart from the optimizer's other state.
-    kept = _take_absent_extra_states(state, sources, objects)
+    kept = _take_absent_extra_states(state, sources, {name.partition("/shard_")[0] for name in names})
     if without_head:
         for chunk, values in kept.items():
             if _HEAD in state[chunk]:

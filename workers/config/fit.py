@@ -345,7 +345,9 @@ def _check_prediction(model: ModelConfig) -> None:
         check_at_least("model.transformer.mtp_num_layers", model.prediction_layers, 0)
     if not model.prediction_layers:
         return
-    others = {f"model.transformer.{name}": (model.transformer.get(name), None) for name in CUSTOM_SPLIT}
+    others: dict[str, tuple[Any, str | None]] = {
+        f"model.transformer.{name}": (model.transformer.get(name), None) for name in CUSTOM_SPLIT
+    }
     if model.trains_prediction:
         others |= {
             "model.tie_embeddings": (model.tie_embeddings, "the last stage has a copy of the embedding beside them"),
