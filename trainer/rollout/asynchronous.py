@@ -475,6 +475,7 @@ class AsynchronousGenerations(Generations):
         finish = self._options.partial == "finish" and (is_stepped or self._episodes is not None)
         try:
             if self._has_weights:
+                self._let_episodes_begin(not finish)
                 self._generate_until(
                     lambda: not (finish and (engine.requests(begun=True) or self._is_busy())), begun=finish
                 )
@@ -486,6 +487,11 @@ class AsynchronousGenerations(Generations):
                     engine.postpone_begun()
         finally:
             self._held = False
+            self._let_episodes_begin(True)
+
+    def _let_episodes_begin(self, begins: bool) -> None:
+        if self._episodes is not None:
+            self._episodes.begins = begins
 
     def _generate_until(self, reached: Callable[[], bool], *, begun: bool = False) -> None:
         """Make steps until a condition holds, and those that a simulated schedule has before it.

@@ -225,7 +225,9 @@ def _write(connection: Connection, unsent: SimpleQueue[Any]) -> None:
 
 
 def _read(connection: Connection, episodes: EpisodeLoop) -> None:
-    with contextlib.suppress(EOFError, ConnectionResetError):
-        while True:
-            episodes.loop.call_soon_threadsafe(episodes.handle, connection.recv())
-    episodes.loop.call_soon_threadsafe(episodes.loop.stop)
+    try:
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while True:
+                episodes.loop.call_soon_threadsafe(episodes.handle, connection.recv())
+    finally:
+        episodes.loop.call_soon_threadsafe(episodes.loop.stop)

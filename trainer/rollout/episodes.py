@@ -154,6 +154,7 @@ class Episodes:
         function: the episode with its options.
         failed, restarted: numbers of episodes.
         replaced: the number of processes that were lost.
+        begins: whether episodes that wait begin when others have ended.
         rollout: generates the turns.
 
     Raises:
@@ -192,7 +193,7 @@ class Episodes:
         self._made: SimpleQueue[tuple[_Running, int, EpisodeTurn]] = SimpleQueue()
         self._streams: dict[EpisodeTurn, tuple[_Running, int]] = {}
         self._started = 0
-        self._now, self._pumped = 0.0, time.monotonic()
+        self._now, self._pumped, self.begins = 0.0, time.monotonic(), True
 
     def another(self) -> Episodes:
         """Return one with the same settings, whose episodes run apart from these."""
@@ -231,8 +232,11 @@ class Episodes:
     @property
     def busy(self) -> bool:
         """Whether an episode does something else than wait for the policy."""
-        can_begin = bool(self._waiting) and len(self._running) < self.concurrency
-        return can_begin or not all(running.waits for running in self._running.values())
+        return self._may_begin() or not all(running.waits for running in self._running.values())
+
+    def _may_begin(self) -> bool:
+        """Whether the first waiting episode may run now; one that lost its process has begun before."""
+        return bool(self._waiting and len(self._running) < self.concurrency and (self.begins or self._waiting[0].turns))
 
     def start(self, problem: Mapping[str, Any], seed: int) -> Future[Trajectory]:
         """Start an episode, and return the future of its trajectory; ``cancel()`` stops it at the next ``pump``.
@@ -364,7 +368,7 @@ class Episodes:
     def _begin_waiting(self) -> bool:
         """Start the episodes that wait, as far as they may run, and return whether one was started."""
         before = len(self._running)
-        while self._waiting and len(self._running) < self.concurrency:
+        while self._may_begin():
             if self._waiting[0].future.cancelled():
                 self._cancel_turns(self._waiting.popleft())
             elif not self._begin(self._waiting[0]):

@@ -168,6 +168,23 @@ def test_time_in_which_the_controller_does_something_else_is_not_that_of_the_epi
     assert future.result().tokens.tolist() == whole([10, 20], 5)
 
 
+def test_those_that_have_begun_can_end_before_others_begin() -> None:
+    episodes = Episodes(Tools, processes=0, concurrency=2)
+    rollout = a_rollout()
+    episodes.connect(rollout)
+    futures = [episodes.start({"prompt_ids": prompt}, seed=row) for row, prompt in enumerate(PROMPTS[:5])]
+    episodes.pump()
+    episodes.begins = False
+    while len(rollout) or episodes.busy:
+        rollout.advance()
+        episodes.pump()
+    assert [future.done() for future in futures] == [True, True, False, False, False]
+    episodes.begins = True
+    episodes.run()
+    right = [expected(prompt, row).tokens for row, prompt in enumerate(PROMPTS[:5])]
+    assert [future.result().tokens for future in futures] == right
+
+
 def test_an_error_of_an_engine_without_a_pickle_is_that_of_its_episode() -> None:
     class Refused(OSError):
         def __init__(self, *, url: str) -> None:
