@@ -21,6 +21,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,7 +84,7 @@ def _groups(session: Session) -> None:
     groups.check(session)
 
 
-_PARTS = {
+_PARTS: dict[str, Sequence[Callable[[Session], None]]] = {
     "a": (_machine, equality.parity),
     "b": (size.memory,),
     "c": [partial(size.precision, recipe=recipe) for recipe in size.PRECISIONS],
