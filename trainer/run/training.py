@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import ray
 from omegaconf import OmegaConf
@@ -27,7 +29,7 @@ from mcontroller.trace.recorder import recording
 from trainer.display import ProgressDisplay
 from trainer.lifecycle import Callback, RunLifecycle
 from trainer.loop import RayPPOTrainer
-from trainer.run.config import CONFIG_FILE, RunConfig, tokenizer_files
+from trainer.run.config import CONFIG_FILE, REFERRED, RunConfig, tokenizer_files
 from trainer.run.parts import RunParts, chosen_lines, make_parts, roles_of
 from trainer.run.pools import pools_of
 from trainer.run.recorded_rows import DATA, RecordedRows
@@ -166,10 +168,19 @@ class _LoadedConfig(Callback):
 
 
 def write_config(directory: Path, config: RunConfig) -> None:
-    """Write the configuration with which a run goes on into its directory."""
-    content = dataclasses.asdict(config)
+    """Write the configuration with which a run goes on into its directory, with the values in place of references."""
+    content = {name: value for name, value in dataclasses.asdict(config).items() if name not in REFERRED}
     content["trainer"]["resume"] = False
-    replace_text(directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(content)))
+    replace_text(directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(_literal(content))))
+
+
+def _literal(value: Any) -> Any:
+    """Return a value whose texts OmegaConf reads as they are: ``${`` begins no reference."""
+    if isinstance(value, Mapping):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def start_ray(config: RunConfig) -> None:
