@@ -5,23 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import ray
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from mcontroller.cli.main import INTERRUPTED
+from mcontroller.config.load import literal
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import acquire_lock, check_writable, release_lock, replace_text
 from mcontroller.output import Output
@@ -172,16 +171,7 @@ def write_config(directory: Path, config: RunConfig) -> None:
     """Write the configuration with which a run goes on into its directory, with the values in place of references."""
     content = {name: value for name, value in dataclasses.asdict(config).items() if name not in REFERRED}
     content["trainer"]["resume"] = False
-    replace_text(directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(_literal(content))))
-
-
-def _literal(value: Any) -> Any:
-    """Return a value whose texts OmegaConf reads as they are: ``${`` begins no reference."""
-    if isinstance(value, Mapping):
-        return {key: _literal(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_literal(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+    replace_text(directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(literal(content))))
 
 
 def start_ray(config: RunConfig) -> None:
