@@ -284,11 +284,20 @@ def _layer(source: Any) -> DictConfig:
         return read_yaml(source)
     is_instance = dataclasses.is_dataclass(source) and not isinstance(source, type)
     try:
-        loaded = OmegaConf.create(dataclasses.asdict(source) if is_instance else source)
+        loaded = OmegaConf.create(literal(dataclasses.asdict(source)) if is_instance else source)
     except OmegaConfBaseException as error:
         text = f"a value of the configuration cannot be read: {_line(error)}"
         raise ConfigError(text, key=error.full_key or "", value=None) from error
     return _mapping(loaded, source)
+
+
+def literal(value: Any) -> Any:
+    """Return a value whose texts OmegaConf reads as they are: ``${`` begins no reference."""
+    if isinstance(value, Mapping):
+        return {key: literal(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def read_yaml(path: str | Path) -> DictConfig:

@@ -44,7 +44,8 @@ class RewardsConfig:
     timeout_s: float = 60.0
     """[s] Longest time for a sample, or for a batch with ``batch=true``."""
     failed_score: float | None = None
-    """Score of a sample whose function raises or does not return in time. None: its response is not trained on."""
+    """Score, before ``weight``, by a function that raises or does not return in time. None: the response is not trained
+    on."""
 
     def __post_init__(self) -> None:
         check_at_least("rewards.processes", self.processes, 1)

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import numpy as np
+
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from trainer.columns import columns, response_lengths
@@ -130,31 +132,29 @@ class FunctionRewards:
 
     def _reward(self, samples: Sequence[Sample], mask: Any) -> Reward:
         tasks = [task for name, function in self.functions.items() for task in self._tasks(name, function, samples)]
-        outcomes = self.pool.run(tasks)
-        total = [0.0] * len(samples)
+        count = len(samples)
+        total, applies, failed = np.zeros(count), np.zeros(count, bool), np.zeros(count, bool)
         reported: dict[str, Sequence[float]] = {}
-        failed, applies = [0.0] * len(samples), [False] * len(samples)
-        for name, of_function in outcomes.items():
-            by_row = [of_function[row] for row in range(len(samples))]
-            self._report(name, by_row, samples)
-            scores = [self.config.failed_score if one.error is not None else one.score for one in by_row]
-            weight = self.config.functions[name].weight
-            total = [sum_ + weight * (score or 0.0) for sum_, score in zip(total, scores, strict=True)]
-            failed = [max(one, float(outcome.error is not None)) for one, outcome in zip(failed, by_row, strict=True)]
-            applies = [one or score is not None for one, score in zip(applies, scores, strict=True)]
-            reported[name] = [math.nan if score is None else score for score in scores]
-            reported |= self._other_values(name, by_row)
-        reported["reward_failed"] = failed
-        lost = [one > 0 and self.config.failed_score is None for one in failed]
-        scored = [any_applies and not one for any_applies, one in zip(applies, lost, strict=True)]
-        total = [sum_ if has_score else 0.0 for sum_, has_score in zip(total, scored, strict=True)]
+        for name, of_function in self.pool.run(tasks).items():
+            outcomes = [of_function[row] for row in range(count)]
+            self._report(name, outcomes, samples)
+            given = [one.score if one.error is None else self.config.failed_score for one in outcomes]
+            scores = np.array([math.nan if score is None else score for score in given])
+            total += self.config.functions[name].weight * np.nan_to_num(scores)
+            applies |= ~np.isnan(scores)
+            failed |= [one.error is not None for one in outcomes]
+            reported |= {name: scores.tolist(), **self._other_values(name, outcomes)}
+        reported["reward_failed"] = failed.astype(float).tolist()
+        scored = applies if self.config.failed_score is not None else applies & ~failed
         shown = [
             {name: sample[name] for name in SHOWN}
-            | {"score": total[row] if scored[row] else None}
+            | {"score": float(total[row]) if scored[row] else None}
             | {column: None if math.isnan(values[row]) else values[row] for column, values in reported.items()}
             for row, sample in enumerate(samples)
         ]
-        return Reward(outcome_scores(total, mask), reported, shown, scored=scored)
+        return Reward(
+            outcome_scores(np.where(scored, total, 0.0).tolist(), mask), reported, shown, scored=scored.tolist()
+        )
 
     def _tasks(self, name: str, function: LoadedFunction, samples: Sequence[Sample]) -> list[Task]:
         """Return a function's tasks: one for a batch, one per process for async functions, else of a few samples."""

@@ -228,7 +228,7 @@ def check_references(path: str | Path, overrides: Iterable[str]) -> None:
     """Raise ConfigError if a field of ``REFERRED`` is set and nothing refers to it, such as the seed of the run.
 
     Args:
-        path: a file that a user wrote. That of a run has no references: they have been resolved.
+        path: a YAML file.
         overrides: as of ``read_run_config``.
     """
     given = given_values(path, overrides=overrides)

@@ -102,12 +102,13 @@ class RunParts:
                 model; with the problem.
         """
         lines, reported = list[str](), set[str]()
+        has_episodes = config.multi_turn.episode is not None
         if self.rewards is not None:
             held_out = {key: self._samples(rows) for key, rows in self.prompts.items()}
             training = {key: held_out.pop(key) for key in config.data.training_sets()}
             lines, reported = self.rewards.check(training, held_out=held_out, must_apply=self.combine is None)
-            reported |= {"episode_score"} if config.multi_turn.episode is not None else set()
-        if self.combine is not None:
+            reported |= {"episode_score"} if has_episodes else set()
+        if config.reward_model is not None and (has_episodes or self.rewards is not None):
             reported |= {"rule_score", "model_score"}
         self._check_metrics(config, reported)
         return lines

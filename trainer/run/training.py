@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from mcontroller.cli.main import INTERRUPTED
+from mcontroller.config.load import literal
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import acquire_lock, check_writable, release_lock, replace_text
 from mcontroller.output import Output
@@ -27,7 +28,7 @@ from mcontroller.trace.recorder import recording
 from trainer.display import ProgressDisplay
 from trainer.lifecycle import Callback, RunLifecycle
 from trainer.loop import RayPPOTrainer
-from trainer.run.config import CONFIG_FILE, RunConfig, tokenizer_files
+from trainer.run.config import CONFIG_FILE, REFERRED, RunConfig, tokenizer_files
 from trainer.run.parts import RunParts, chosen_lines, make_parts, roles_of
 from trainer.run.pools import pools_of
 from trainer.run.recorded_rows import DATA, RecordedRows
@@ -72,7 +73,7 @@ def train(config: RunConfig, console: Console) -> Path:
     """
     directory = Path(config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     config = config.within(directory)
-    _has_no_step(directory, config)
+    check_directories(directory, config)
     parts = make_parts(config)
     if config.trainer.epochs:  # for what shows or records the length of the run
         steps = parts.steps(config)
@@ -83,7 +84,8 @@ def train(config: RunConfig, console: Console) -> Path:
         for line in parts.try_rewards(config):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         acquire_lock(directory / LOCK, f"the run in {directory}")
-        if _has_no_step(directory, config) and config.trainer.resume:
+        check_directories(directory, config)  # again: another process may have run in them before the lock
+        if config.trainer.resume and not Path(config.trainer.default_local_dir, RECORD).exists():
             for name in ("metrics", "samples"):  # of the steps that are repeated
                 (directory / f"{name}.jsonl").unlink(missing_ok=True)
             console.print("no step of the run is saved: it begins again")
@@ -123,7 +125,7 @@ def check_start(config: RunConfig, parts: RunParts) -> None:
     """
     directory = Path(config.run_dir or "runs/new").resolve()
     config = config.within(directory)
-    _has_no_step(directory, config)
+    check_directories(directory, config)
     make_trainer(dataclasses.replace(config, trackers=[]), parts, directory, Console(quiet=True))
 
 
@@ -166,10 +168,10 @@ class _LoadedConfig(Callback):
 
 
 def write_config(directory: Path, config: RunConfig) -> None:
-    """Write the configuration with which a run goes on into its directory."""
-    content = dataclasses.asdict(config)
+    """Write the configuration with which a run goes on into its directory, with the values in place of references."""
+    content = {name: value for name, value in dataclasses.asdict(config).items() if name not in REFERRED}
     content["trainer"]["resume"] = False
-    replace_text(directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(content)))
+    replace_text(directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(literal(content))))
 
 
 def start_ray(config: RunConfig) -> None:
@@ -245,22 +247,22 @@ def run_of_trackers(config: RunConfig, directory: Path) -> Run:
     return Run(directory, config.project_name, name, config=dataclasses.asdict(config), resumed_at=resumed_at)
 
 
-def _has_no_step(directory: Path, config: RunConfig) -> bool:
-    """Return whether the directory of a run has no save yet.
+def check_directories(directory: Path, config: RunConfig) -> None:
+    """Check that the directories of a run can be written, and have no other run in them, or what it is to go on from.
 
     Raises:
         ConfigError: the run is a new one, and its directory contains another run, or its saves; or a directory cannot
             be written; or a resumed run has more steps than it is to have.
         DataError: the run is resumed and may have saves: there are some without a record, or no directory for them.
     """
-    checkpoints = Path(config.trainer.default_local_dir)
+    options, checkpoints = config.trainer, Path(config.trainer.default_local_dir)
     for key, path in {"run_dir": directory, "trainer.default_local_dir": checkpoints}.items():
         check_writable(path, key)
-    if not config.trainer.resume:
+    text = f"the run in {directory} cannot be resumed: its directory of saves {checkpoints}"
+    if not options.resume:
         _check_unused(directory, checkpoints)
-        return True
-    if (checkpoints / RECORD).exists():
-        saved, options = read_record(checkpoints).last.state.global_steps, config.trainer
+    elif (checkpoints / RECORD).exists() or not (directory / CONFIG_FILE).exists():
+        saved = read_record(checkpoints).last.state.global_steps
         if not options.epochs and saved > options.total_training_steps:
             raise ConfigError(
                 f"trainer.total_training_steps is {options.total_training_steps}, and step {saved} of the run in "
@@ -268,21 +270,13 @@ def _has_no_step(directory: Path, config: RunConfig) -> bool:
                 key="trainer.total_training_steps",
                 value=options.total_training_steps,
             )
-        return False
-    if not (directory / CONFIG_FILE).exists():
-        return False
-    saves = sorted(f"{save.parent.name}/{save.name}" for save in checkpoints.glob("*/global_step_*"))
-    if saves:
-        text = f"has {', '.join(saves)}, and no {RECORD}, which says which of them belong together: restore that file"
+    elif saves := sorted(f"{save.parent.name}/{save.name}" for save in checkpoints.glob("*/global_step_*")):
+        text += f" has {', '.join(saves)}, and no {RECORD}, which says which of them belong together: restore that file"
+        raise DataError(text, path=str(checkpoints / RECORD), saves=saves)
     elif not checkpoints.is_dir():
-        text = (
-            "does not exist, and a run creates it when it starts: pass trainer.default_local_dir=DIRECTORY with its "
-            "place, mount its disk, or create an empty one to begin the run again"
-        )
-    else:
-        return True
-    text = f"the run in {directory} cannot be resumed: its directory of saves {checkpoints} {text}"
-    raise DataError(text, path=str(checkpoints / RECORD), saves=saves)
+        text += " does not exist, and a run creates it when it starts: pass trainer.default_local_dir=DIRECTORY with "
+        text += "its place, mount its disk, or create an empty one to begin the run again"
+        raise DataError(text, path=str(checkpoints / RECORD), saves=[])
 
 
 def _check_unused(directory: Path, checkpoints: Path) -> None:

@@ -36,7 +36,9 @@ def test_later_sources_win_and_overrides_win_over_all(tmp_path: Path) -> None:
 
 
 def test_an_instance_of_the_dataclass_is_a_source() -> None:
-    assert load_config(Car, Car(Engine(50)), overrides=["trailer.power=5"]).trailer == Engine(5)
+    engine = Engine(50, "${price} \\\\${doors}")  # no reference: an instance has values
+    car = load_config(Car, Car(engine), overrides=["trailer.power=5"])
+    assert car.trailer == Engine(5) and car.engine == engine
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.trainer.run.test_check_run import config_file  # noqa: F401 - a fixtu
 from trainer.loop import RayPPOTrainer
 from trainer.report.reading import read_run
 from trainer.run import resume_verb, training
-from trainer.run.config import read_run_config
+from trainer.run.config import check_references, read_run_config
 from trainer.run.parts import make_parts
 from trainer.run.pools import pools_of
 from trainer.run.recorded_rows import RecordedRows
@@ -68,6 +68,15 @@ def test_saves_are_where_the_run_recorded_them(make_run: MakeRun, tmp_path: Path
     assert config_of_run(str(moved), []).run_dir == str(moved) and read_run(moved).saved["global_steps"] == 7
     given = config_of_run(str(moved), [f"trainer.default_local_dir={tmp_path}"])
     assert given.trainer.default_local_dir == str(tmp_path)
+
+
+def test_a_text_that_looks_like_a_reference_is_recorded_as_it_is(make_run: MakeRun) -> None:
+    run = make_run("checkpoints")
+    text = "${price} \\\\${seed} \\\\"
+    config = dataclasses.replace(config_of_run(str(run), []), experiment_name=text, trackers=["mlflow"])
+    training.write_config(run, config)
+    assert config_of_run(str(run), []).experiment_name == text
+    check_references(run / "config.yaml", [])
 
 
 @pytest.mark.parametrize("lost", ["trainer.json", "the directory"])
