@@ -102,12 +102,25 @@ class LocalWorkerGroup(WorkerGroup[W_co]):
 
 
 class LocalHandle:
-    """A value in this process; each reader gets a copy."""
+    """A value as it was when the method returned; each reader gets a copy.
 
-    __slots__ = ("__weakref__", "value")
+    Args:
+        value: the value.
+        name: of the value, in the error of a reader if it cannot be sent.
+    """
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    __slots__ = ("__weakref__", "_error", "copy")
+
+    def __init__(self, value: Any, name: str) -> None:
+        self._error: MControllerError | None = None
+        try:
+            self.copy = copies(value, name)
+        except MControllerError as error:
+            self._error, self.copy = error, self._fail
+
+    def _fail(self) -> NoReturn:
+        assert self._error is not None
+        raise self._error
 
 
 class LocalCall:
@@ -124,15 +137,14 @@ class LocalCall:
         number: int = -1,
     ) -> None:
         self.number = number
-        self._name = name
-        self.parts = [LocalHandle(value) for value in values]
-        self.outlines = [LocalHandle(outline(value)) for value in values] if keep else []
+        self.parts = [LocalHandle(value, name) for value in values]
+        self.outlines = [LocalHandle(outline(value), name) for value in values] if keep else []
         self._error = error
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """Return copies of the values, or raise the error of the call."""
         self.check()
-        return [private_copy(part.value, self._name) for part in self.parts]
+        return [part.copy() for part in self.parts]
 
     def check(self, timeout: float | None = None) -> None:
         """Raise the error of the call, if it failed."""
@@ -335,7 +347,7 @@ class LocalExecutor:
 
     def fetch(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Any]:
         """Return copies of the values of handles, at once."""
-        return [private_copy(handle.value) for handle in handles]
+        return [handle.copy() for handle in handles]
 
     def fail(self, error: MControllerError) -> LocalCall:
         """Break the group with ``error``, and return the call that raises it."""
@@ -408,7 +420,11 @@ def _shared(number: int) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as they are sent to another process, and refers to what ranks share."""
+    """Pickles tensors as they are sent to another process, and refers by id to what ranks share, in ``shared``."""
+
+    def __init__(self, sink: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
+        super().__init__(sink, protocol=5, buffer_callback=buffers.append)
+        self.shared: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) or is_tensordict(obj):
@@ -416,6 +432,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, _SHARED) or obj is _shared:
             return NotImplemented
         _shared_by_id[id(obj)] = obj
+        self.shared.append(obj)
         return _shared, (id(obj),)
 
 
@@ -425,19 +442,25 @@ def private_copy(value: Any, name: str = "a value") -> Any:
 
 
 def copies(value: Any, name: str) -> Callable[[], Any]:
-    """Return a function that returns copies of a value, as long as it is not changed; it is pickled once.
+    """Return a function that returns copies of a value as it is now; it is pickled once.
 
     Raises:
         DataError: a process could not send the value, which the error calls ``name``.
     """
     sink, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    pickler = _Pickler(sink, buffers)
     try:
-        _Pickler(sink, protocol=5, buffer_callback=buffers.append).dump(value)
+        pickler.dump(value)
     except DataError as error:
         raise DataError(f"{name}: {error}", **error.fields) from error
     except MControllerError:
         raise
     except Exception as error:
         raise DataError(f"{name} cannot be sent: {type(error).__name__}: {error}", location=name) from error
-    data = sink.getvalue()
-    return lambda: pickle.loads(data, buffers=[bytearray(buffer.raw()) for buffer in buffers])
+    contents = [bytes(buffer.raw()) for buffer in buffers]
+    return functools.partial(_unpickled, sink.getvalue(), contents, pickler.shared)
+
+
+def _unpickled(data: bytes, contents: Sequence[bytes], shared: Sequence[Any]) -> Any:
+    """Return the value; ``shared`` keeps alive what the pickle refers to by id."""
+    return pickle.loads(data, buffers=map(bytearray, contents))

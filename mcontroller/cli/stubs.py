@@ -35,8 +35,8 @@ R = TypeVar("R")
 MEGATRON_GROUP = "mcontroller:MegatronRayWorkerGroup"
 PLAIN_GROUP = "mcontroller:RayWorkerGroup"
 
-_MODULE = re.compile(r"\b([a-z_]\w*(?:\.[a-z_]\w*)*)\.[A-Za-z_]\w*")
-"""A module, before a name in it."""
+_DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
+"""A name behind that of its module."""
 _LITERAL = re.compile(r"'[^']*'")
 _TYPE_VARIABLE = re.compile(r"[~+-]\w+")
 
@@ -107,7 +107,7 @@ def typed_group(worker_cls: type, group: str | None = None) -> str:
             *(f"import {module}" for module in sorted({base.__module__, worker_cls.__module__})),
             "",
             "if TYPE_CHECKING:",
-            *(f"    import {module}" for module in sorted({*_MODULE.findall(signatures)})),
+            *(f"    import {module}" for module in sorted({*map(_module, _DOTTED.findall(signatures))})),
             f"    from {__name__} import group_method",
             "",
             "",
@@ -119,6 +119,13 @@ def typed_group(worker_cls: type, group: str | None = None) -> str:
             "",
         ]
     )
+
+
+def _module(name: str) -> str:
+    """Return the module of a dotted name: the longest part of it that has been imported."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next(prefix for prefix in prefixes if prefix in sys.modules)
 
 
 def _text(annotation: Any) -> str:
@@ -150,9 +157,8 @@ def _method(worker_cls: type, name: str, registration: Registration) -> str:
     value = _text(Any if unknown else _awaited(hints.get("return", Any)))
     result, future = _results(value, shown)
     returned = result if registration.blocking else future
-    positional_only = any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in declared)
-    kind = inspect.Parameter.POSITIONAL_ONLY if positional_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = str(inspect.Signature([inspect.Parameter("self", kind), *declared])).replace("= Ellipsis", "= ...")
+    group = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)  # else mypy takes it for a keyword
+    signature = str(inspect.Signature([group, *declared])).replace("= Ellipsis", "= ...")
     summary = (inspect.getdoc(function) or "").partition("\n")[0]
     text = f"{summary} Defined as {function.__module__}.{function.__qualname__}.".lstrip()
     return "\n".join(

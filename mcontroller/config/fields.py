@@ -104,6 +104,13 @@ def structure_of(cls: type, name: str) -> type | None:
     return next((kind for kind in (dict, list) if kinds == {kind}), None)
 
 
+def tuple_length(cls: type, name: str) -> int | None:
+    """Return how many values the field ``name`` has if it is a tuple of fixed length; None for other types."""
+    hint = _hints(cls)[name]
+    values = typing.get_args(hint) if typing.get_origin(hint) is tuple else ()
+    return len(values) if values and Ellipsis not in values else None
+
+
 def is_text(cls: type, name: str) -> bool:
     """Return whether values of the field ``name``, or the entries of its lists, are strings and nothing else."""
     kinds = {kind for option in _possible_types(cls, name) for kind in typing.get_args(option) or (option,)}

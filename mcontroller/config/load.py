@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
-from mcontroller.config.fields import is_text, mapped_config, nested_config, structure_of, unknown_field
+from mcontroller.config.fields import is_text, mapped_config, nested_config, structure_of, tuple_length, unknown_field
 from mcontroller.errors import ConfigError, MControllerError
 
 C = TypeVar("C")
@@ -351,7 +351,11 @@ def _misfits(
         here = (*path, key)
         if key not in names:
             yield unknown_field(cls, str(key), "".join(f"{part}." for part in path)), here
-        elif error := _wrong_structure(structure_of(cls, key), value, here) or _wrong_text(cls, key, value, here):
+        elif error := (
+            _wrong_structure(structure_of(cls, key), value, here)
+            or _wrong_text(cls, key, value, here)
+            or _wrong_length(cls, key, value, here)
+        ):
             yield error, here
         elif (nested := nested_config(cls, key)) is not None and isinstance(value, Mapping):
             yield from _misfits(nested, value, here)
@@ -380,6 +384,15 @@ def _wrong_text(cls: type[Any], name: str, value: Any, path: tuple[Any, ...]) ->
     key = ".".join(map(str, path))
     text = f"{key} is {number!r} in YAML; expected text: put it in quotes, and on a command line \"{key}='...'\""
     return ConfigError(text, key=key, value=value)
+
+
+def _wrong_length(cls: type[Any], name: str, value: Any, path: tuple[Any, ...]) -> ConfigError | None:
+    """Return the error of a list in place of a tuple of another length."""
+    length = tuple_length(cls, name)
+    if length is None or not isinstance(value, list) or len(value) == length:
+        return None
+    key = ".".join(map(str, path))
+    return ConfigError(f"{key} is {value!r}; expected {length} values", key=key, value=value)
 
 
 class CollectedErrors:

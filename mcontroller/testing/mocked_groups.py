@@ -205,7 +205,8 @@ def mock_worker_group(
         name: the role, as error messages name it.
         failures: failures by rank: ``raises(...)``, ``dies(...)`` or ``is_late(...)``.
         timeout: deadline in seconds of calls that do not set one; None for no deadline.
-        kwargs: keyword arguments of the worker's ``__init__``.
+        kwargs: keyword arguments of the worker's ``__init__``. One with the name of an argument here, as ``name``,
+            needs a ClassWithInitArgs.
 
     Raises:
         DispatchError: ``failures`` names a rank that the layout does not have or a method that is not called through

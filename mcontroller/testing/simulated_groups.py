@@ -120,7 +120,8 @@ def simulated_worker_group(
         check_async: whether to report tensors that change between an asynchronous call and its wait.
         trace: records what the ranks communicate.
         modules: packages that each rank imports for itself; see ``parallel_state.simulated.run_ranks``.
-        kwargs: keyword arguments of the worker's ``__init__``.
+        kwargs: keyword arguments of the worker's ``__init__``. One with the name of an argument here, as ``name``,
+            needs a ClassWithInitArgs.
 
     Raises:
         DispatchError: there are arguments next to a ClassWithInitArgs.

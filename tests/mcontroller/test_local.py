@@ -68,6 +68,9 @@ class Model(Worker):
     def get_weights(self) -> torch.Tensor:
         return self.weights
 
+    def add_to_weights(self, number: int) -> None:
+        self.weights += number
+
     @register(Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute(self, batch: DataProto) -> DataProto:
         return batch
@@ -203,10 +206,14 @@ def test_init_arguments_are_private_to_each_rank() -> None:
     assert group.settle([7, 8]) == [[7], [8]] and settings.steps == []
 
 
-def test_writing_into_a_result_does_not_reach_the_worker() -> None:
+def test_a_result_is_the_value_at_the_return_whatever_the_worker_or_the_caller_writes_later() -> None:
     group = group_of(2)
+    weights, steps = group.get_weights.options(blocking=False)(), group.settle.options(blocking=False)([1, 1])
+    group.execute_all_sync("add_to_weights", 1)
+    group.settle([2, 2])
+    assert weights.get()[0].tolist() == [1.0, 1.0] and steps.get() == [[1], [1]]
     group.get_weights()[0].zero_()
-    assert group.get_weights()[0].tolist() == [1.0, 1.0]
+    assert group.get_weights()[0].tolist() == [2.0, 2.0]
 
 
 def test_a_layout_sets_the_coordinates_of_the_ranks() -> None:

@@ -88,20 +88,27 @@ critic.compute_values.options(blocking=False)(batch).bach  # error: "DataProto" 
 """
 
 
-def test_a_generated_group_class_has_the_types_of_calls(tmp_path: Path) -> None:
+NAMED_AS_A_CLASS = """
+from mcontroller import Dispatch, Worker, register
+class Value: ...
+class Model(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def get(self, *numbers: int, **more: Value) -> None: ...
+"""
+
+
+def test_a_generated_group_class_has_the_types_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    written, use = tmp_path / "critic_group.py", tmp_path / "use.py"
-    assert (
-        run(
-            parser.parse_args(
-                ["tests.typing.roles:Critic", "-o", str(written), "--group", "mcontroller:RayWorkerGroup"]
-            )
-        )
-        == 0
-    )
+    written, other, use = tmp_path / "critic_group.py", tmp_path / "other_group.py", tmp_path / "use.py"
+    (tmp_path / "Named").mkdir()
+    (tmp_path / "Named/models.py").write_text(NAMED_AS_A_CLASS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for worker, file in (("tests.typing.roles:Critic", written), ("Named.models:Model", other)):
+        options = ["-o", str(file), "--group", "mcontroller:RayWorkerGroup"]
+        assert run(parser.parse_args([worker, *options])) == 0
     use.write_text(USE_OF_TYPED_GROUP)
-    assert_reports(mypy_report([written, use], tmp_path), expected_report(use))
+    assert_reports(mypy_report([written, other, use], tmp_path), expected_report(use))
 
 
 def test_a_generated_group_class_is_an_ordinary_group_at_run_time() -> None:

@@ -17,6 +17,7 @@ class Engine:
     power: int
     fuel: str = "petrol"
     ratios: tuple[float, ...] = (3.5, 2.0)
+    limits: tuple[float, float] = (0.5, 7.0)
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -57,6 +58,8 @@ def test_an_instance_of_the_dataclass_is_a_source() -> None:
         ({"engine": {"power": 1, "extra": "${doors}"}}, [], "engine.extra"),
         ({"engine": {"power": 1, "ratios": "${doors}"}}, [], "engine.ratios"),
         ({"engine": {"power": 1}}, ["engine.fuel=2026_01_01"], "engine.fuel"),
+        ({"engine": {"power": 1}}, ["engine.limits=[1.0]"], "engine.limits"),
+        ({"engine": {"power": 1}}, ["engine.limits=3"], "engine.limits"),
         ({"engine": {"power": 1}}, ["engine.fuel=no"], "engine.fuel"),
         ({"engine": {"power": 1}}, ["engine.fuel=1e5"], "engine.fuel"),
         ({"engine": {"power": 1}, "options": ["a", 1.10]}, [], "options"),
