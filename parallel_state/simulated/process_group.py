@@ -103,6 +103,11 @@ class SimulatedGroup(dist.ProcessGroup):
         """The description passed to ``new_group``."""
         return self.shared.description
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors the group takes."""
+        return [torch.device("cpu")]
+
     def name(self) -> str:
         """Return the backend's name."""
         return "simulated"

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.rendezvous import rendezvous
 
 from parallel_state.errors import ParallelStateError
@@ -92,6 +93,16 @@ def test_the_default_store_works_after_initialization() -> None:
     exchanged = [b"values", b"new", b"first", b"unset"]
     expected = (4, [b"values", b"1", b"2"], exchanged, (True, False, False), True, False)
     assert run_ranks(2, compute) == [expected] * 2
+
+
+def test_the_state_dict_of_one_rank_is_broadcast() -> None:
+    def load() -> list[list[float]]:
+        model = torch.nn.Linear(2, 1, bias=False)
+        state = {} if dist.get_rank() else {"weight": torch.tensor([[1.0, 2.0]])}
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        return model.weight.tolist()  # type: ignore[no-any-return]
+
+    assert run_ranks(2, load) == [[[1.0, 2.0]]] * 2
 
 
 def test_ranks_may_poll_for_what_others_do(tmp_path: Path) -> None:
