@@ -15,6 +15,10 @@ from parallel_state.layout import ParallelLayout
 from tests.parallel_state.layouts import layouts, unhurried
 
 
+def test_order_is_read_in_any_case_and_may_leave_out_axes_of_size_one() -> None:
+    assert ParallelLayout(8, tp=2, order="TP-DP").groups("dp") == ParallelLayout(8, tp=2).groups("dp")
+
+
 def test_the_quotient_of_the_world_size_is_data_parallel_in_both_grids() -> None:
     layout = ParallelLayout(64, tp=4, pp=2, cp=2, ep=8, etp=1)
     assert (layout.dp, layout.edp) == (4, 4)

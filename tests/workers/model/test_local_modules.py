@@ -124,3 +124,23 @@ def test_experts_with_biases_are_rejected() -> None:
         return caught.value.key, caught.value.value
 
     assert run_ranks(rejected, 1) == [("model.add_bias_linear", True)]
+
+
+def checkpoint_keys() -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Of the experts' first linears in layer 1: key, global shape and offset of every part this rank saves."""
+    parallel = ParallelConfig(ep=2)
+    context = new_context(parallel)
+    [chunk] = build_model(OF_EXPERTS, parallel, context)
+    with context.activate():
+        state: Any = chunk.sharded_state_dict(metadata={"dp_cp_group": context.pg.dp_cp})
+    parts = [state[name] for name in sorted(state) if ".1.mlp.experts.linear_fc2.weight" in name]
+    return [(part.key, part.global_shape, part.global_offset) for part in parts]
+
+
+def test_checkpoints_stack_the_experts_of_all_ranks() -> None:
+    first, second = run_ranks(checkpoint_keys, 2)
+    key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+    assert [part[0] for part in first + second] == [key] * 4
+    assert {part[1] for part in first + second} == {(2, 4, 64, 32)}
+    assert [part[2] for part in first] == [(1, 0, 0, 0), (1, 1, 0, 0)]
+    assert [part[2] for part in second] == [(1, 2, 0, 0), (1, 3, 0, 0)]

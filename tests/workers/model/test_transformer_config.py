@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, Optional, Union
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
-from workers.model.transformer_config import transformer_config
+from workers.model.transformer_config import coerced, transformer_config
 
 GPT = ModelConfig(vocab_size=100, max_sequence_length=64, num_layers=4, hidden_size=48, num_attention_heads=4)
 
@@ -68,6 +68,8 @@ def test_other_fields_of_megatron_pass_through_in_their_types() -> None:
         {"recompute_granularty": "full"},
         {"recompute_granularity": "ful"},
         {"recompute_num_layers": "1"},
+        {"recompute_num_layers": True},
+        {"test_mode": 1},
         {"attention_backend": "mine"},
         {"num_layers": 8},
         {"activation_func": "gelu"},
@@ -85,3 +87,30 @@ def test_what_megatron_itself_rejects_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError) as caught:
         transformer_config(with_fields(recompute_granularity="full"), ParallelConfig())
     assert caught.value.key == "model"
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "expected"),
+    [
+        (3, Optional[float], 3.0),  # noqa: UP045  # Megatron's own spelling
+        (None, Optional[int], None),  # noqa: UP045
+        ("vanilla", Literal["vanilla", "learnable"], "vanilla"),
+        ([1, 2], Union[int, list[int]], [1, 2]),  # noqa: UP007
+        ((1, 2), list[int], [1, 2]),
+        ([1, 2], tuple[int, int], (1, 2)),
+        ("float16", torch.dtype, torch.float16),
+        (torch.float16, torch.dtype, torch.float16),
+    ],
+)
+def test_a_value_is_turned_into_what_the_annotation_takes(value: Any, hint: Any, expected: Any) -> None:
+    result = coerced(value, hint)
+    assert result == expected and type(result) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [("a", int), (1.5, int), ([1, 2, 3], tuple[int, int]), (["a"], list[int]), ("float8", torch.dtype), (1, str)],
+)
+def test_a_value_of_another_type_is_rejected(value: Any, hint: Any) -> None:
+    with pytest.raises(TypeError):
+        coerced(value, hint)

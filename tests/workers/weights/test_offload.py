@@ -148,6 +148,23 @@ def test_offload_returns_the_bytes_that_it_frees() -> None:
     assert left == [held["params"], 0, 0, 0]
 
 
+def saved_while_away(path: str) -> bool:
+    worker = actor({}, "actor")
+    before = weights(worker)
+    worker.offload()
+    worker.save_checkpoint(path)
+    worker.update_actor(experience(8))
+    worker.offload()
+    worker.load_checkpoint(path)
+    after = weights(worker)
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.simulated
+def test_an_offloaded_role_can_be_saved_and_loaded(tmp_path: Any) -> None:
+    assert run_ranks(saved_while_away, 1, str(tmp_path)) == [True]
+
+
 def test_views_see_the_memory_come_back() -> None:
     buffer = torch.arange(6.0)
     view, expected = buffer[2:4].view(1, 2), buffer.clone()
