@@ -14,7 +14,8 @@ from mcontroller.data.batch import DataProto
 from mcontroller.testing import simulated_worker_group
 from tests.workers.off_policy.runs import PROBLEMS, SAMPLES, THRESHOLD, Lines, trainer_of
 from tests.workers.roles import OPTIM
-from trainer import AsynchronousConfig, Callback, RayPPOTrainer
+from trainer import AsynchronousConfig, Callback, RayPPOTrainer, Role
+from workers.actor import ActorRolloutRefWorker
 
 transformers = pytest.importorskip("transformers")
 
@@ -132,6 +133,18 @@ def run(group_cls: Any, staleness: int, steps: int, ranks: int, **others: Any) -
 
 def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_without_staleness_separate_groups_equal_one_group() -> None:
+    together = {Role.ActorRollout: ActorRolloutRefWorker}
+    one, of_one = run(groups(1), 0, 3, 1, roles=together)
+    two, of_two = run(groups(1), 0, 3, 1)
+    for metrics in of_two.values():
+        for name in [name for name in metrics if name.startswith("weights/")]:
+            del metrics[name]
+    assert equal(one, two) and of_one == of_two
+    ahead, _ = run(groups(1), 1, 3, 1)
+    assert not equal(one, ahead)
 
 
 @pytest.mark.processes

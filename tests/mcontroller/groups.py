@@ -33,6 +33,9 @@ class Echo(Worker):
     def rank_and_arguments(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return self.rank, args, kwargs
 
+    def rows_seen(self, batch: DataProto) -> list[int]:
+        return batch.batch["n"].tolist()  # type: ignore[index]
+
     def repeated(self, batch: DataProto, times: int) -> DataProto:
         return batch.repeat(times, interleave=True)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from mcontroller import (
     ClassWithInitArgs,
     DataProto,
     Dispatch,
     DispatchError,
+    Execute,
     LocalWorkerGroup,
     TopologyError,
     Worker,
@@ -23,6 +25,10 @@ from tests.mcontroller.groups import group_on, method, topology_of
 
 
 class Plain(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def rank_zero(self, value: Any) -> Any:
+        return value
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def later(self, value: Any) -> Any:
         return value
@@ -80,6 +86,21 @@ def test_a_future_says_how_to_get_its_result() -> None:
     assert future and future.get() == ["x", "x"]
 
 
+def test_a_tuple_is_one_value_for_every_rank() -> None:
+    group = mock_worker_group(Plain, ParallelLayout(2))
+    assert group.execute_all_sync("every_rank", (5, 6)) == [(5, 6), (5, 6)]
+    assert group.execute_all_sync("every_rank", [5, 6]) == [5, 6]
+    assert group.every_rank([5, 6]) == [5, 6]
+    for value in ((5, 6), "both"):
+        with pytest.raises(DispatchError) as caught:
+            group.every_rank(value)
+        assert (caught.value.role, caught.value.method, caught.value.mode) == ("mock", "every_rank", "ALL_TO_ALL")
+
+
+def test_rank_zero_gets_the_value_itself() -> None:
+    assert mock_worker_group(Plain, ParallelLayout(2)).rank_zero([1, 2]) == [1, 2]
+
+
 def test_meta_info_that_differs_between_ranks_keeps_that_of_the_first() -> None:
     group = mock_worker_group(Plain, ParallelLayout(4, pp=2))
     assert group.stamped(numbered(4)).meta_info == {"rank": 2}
@@ -93,3 +114,14 @@ def test_results_of_stages_as_shards_are_in_the_order_of_the_shards() -> None:
         (1, ("c",), {}),
         (3, ("d",), {}),
     ]
+
+
+def test_one_rank_of_every_stage_returns_with_context_parallelism() -> None:
+    group = group_on(topology_of(4, pp=2, cp=2))
+    assert [rank for rank, *_ in method(group, "rank_and_arguments", Dispatch.MEGATRON_PP_ONLY)()] == [0, 2]
+
+
+def test_a_list_of_lists_is_a_column_of_lists() -> None:
+    column = DataProto.from_dict(non_tensors={"turns": [[1, 2], [3, 4]]}).non_tensor_batch["turns"]
+    assert column.shape == (2,) and column[0] == [1, 2]
+    assert DataProto.from_dict({"a": torch.zeros(1)}).batch is not None and DataProto().batch is None

@@ -110,6 +110,23 @@ def group_of(worker_cls: type = Model, topology: Topology | None = None, **optio
     return WorkerGroup(worker_cls, executor, "actor", topology=topology, **options)
 
 
+def test_only_ranks_that_are_collected_ship_their_results() -> None:
+    group = group_of()
+    group.compute(numbered(4))
+    assert group.executor.last_returning == (4, 6)
+    assert len(group.executor.last_arguments) == 8
+
+
+def test_replicas_of_a_shard_get_the_same_arguments_object() -> None:
+    group = group_of()
+    group.compute(numbered(4))
+    assert len(set(map(id, group.executor.last_arguments.values()))) == 2
+    group.where(torch.ones(3))
+    assert len(set(map(id, group.executor.last_arguments.values()))) == 1
+    group.arguments([numbered(1)] * 8)
+    assert len(set(map(id, group.executor.last_arguments.values()))) == 1
+
+
 def test_values_stay_on_the_ranks_only_if_a_result_may_be_passed_on() -> None:
     group = group_of()
     for call, kept in ((group.compute, False), (group.compute.options(blocking=False), True)):
@@ -117,6 +134,13 @@ def test_values_stay_on_the_ranks_only_if_a_result_may_be_passed_on() -> None:
         assert group.executor.last_options["keep"] is kept
     group.rows_of_rank.options(blocking=False)(numbered(4))
     assert group.executor.last_options["keep"] is False
+
+
+def test_plain_values_next_to_batches_are_shared_once_for_all_their_readers() -> None:
+    group, shared = group_of(), []
+    group.executor.share = lambda value, readers: shared.append((value, readers)) or value
+    group.compute(numbered(4), scale=0.5)
+    assert shared == [(0.5, 8)]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 7])
@@ -364,6 +388,16 @@ def test_the_topology_is_collected_once_and_only_when_a_mode_needs_it() -> None:
     group.entry(["a", "b"])
     assert group.anywhere() == [1] * 4
     assert group.executor.coordinates[3]["dp"] == 0
+
+
+def test_ranks_that_form_no_grid_are_an_error_before_the_first_call() -> None:
+    class Twice(Reporting):
+        def get_megatron_rank_info(self) -> DistRankInfo:
+            return DistRankInfo(tp_rank=0, dp_rank=0, pp_rank=0)
+
+    group: Any = WorkerGroup(Twice, LocalExecutor(ClassWithInitArgs(Twice), 4, "actor"), "actor")
+    with pytest.raises(TopologyError):
+        group.entry(["a", "b"])
 
 
 def test_a_mode_with_axes_needs_workers_with_coordinates() -> None:

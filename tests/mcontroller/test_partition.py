@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -210,3 +212,10 @@ def test_rows_over_2048_shards_are_ranges_and_results_need_no_order() -> None:
     restored = partition.restore([len(rows) for rows in partition.shards])
     assert restored.order is None
     assert all(isinstance(rows, range) for rows in partition.shards)
+
+
+@pytest.mark.processes
+def test_the_module_loads_neither_torch_nor_ray_nor_numpy() -> None:
+    script = "import sys, mcontroller.partition; print(sorted({'torch', 'ray', 'numpy'} & set(sys.modules)))"
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"

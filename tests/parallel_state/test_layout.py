@@ -15,8 +15,12 @@ from parallel_state.layout import ParallelLayout
 from tests.parallel_state.layouts import layouts, unhurried
 
 
-def test_order_is_read_in_any_case_and_may_leave_out_axes_of_size_one() -> None:
-    assert ParallelLayout(8, tp=2, order="TP-DP").groups("dp") == ParallelLayout(8, tp=2).groups("dp")
+def test_the_first_axis_of_the_order_is_the_one_on_which_neighbours_differ() -> None:
+    layout = ParallelLayout(8, tp=2, pp=2)
+    assert layout.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert ParallelLayout(8, tp=2, pp=2, order="dp-tp-pp").groups("tp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 def test_the_quotient_of_the_world_size_is_data_parallel_in_both_grids() -> None:
@@ -46,6 +50,10 @@ def test_a_layout_with_only_user_defined_axes() -> None:
     layout = ParallelLayout(6, order="lane-island", extra={"lane": 3, "island": 2})
     assert layout.groups("lane") == [[0, 1, 2], [3, 4, 5]]
     assert layout.coordinates(5)["lane"] == 2
+
+
+def test_order_is_read_in_any_case_and_may_leave_out_axes_of_size_one() -> None:
+    assert ParallelLayout(8, tp=2, order="TP-DP").groups("dp") == ParallelLayout(8, tp=2).groups("dp")
 
 
 @unhurried

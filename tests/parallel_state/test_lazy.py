@@ -52,6 +52,11 @@ def test_a_module_is_imported_when_its_name_is_first_used(package: ModuleType) -
     assert "lazypkg.heavy" not in sys.modules
 
 
+def test_a_name_is_looked_up_once(package: ModuleType) -> None:
+    anvil = package.Anvil
+    assert vars(package)["Anvil"] is anvil is package.Anvil
+
+
 def test_a_name_can_differ_from_the_name_in_its_module(package: ModuleType) -> None:
     assert package.weight() == 50
     assert "anvil_weight" not in package.__all__
@@ -68,3 +73,11 @@ def test_an_unknown_name_is_an_error_for_which_python_suggests_near_matches(pack
     assert (caught.value.name, caught.value.obj) == ("Fether", package)
     with pytest.raises(ImportError):
         exec("from lazypkg import Fether")
+
+
+@pytest.mark.parametrize("name", ["parallel_state", "mcontroller", "trainer", "mcontroller.ray", "workers"])
+def test_every_name_that_a_package_exports_exists(name: str) -> None:
+    package = importlib.import_module(name)
+    assert len(package.__all__) > 2
+    for exported in package.__all__:
+        assert getattr(package, exported) is not None

@@ -7,6 +7,8 @@ import dataclasses
 import itertools
 import math
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -154,3 +156,11 @@ def test_16384_collected_ranks_form_a_topology() -> None:
     assert topology == Topology.from_layout(LARGE)
     assert len(topology.select(tp=0, cp=0, pp=-1)) == topology.shard_count(("dp",)) == 64
     assert math.prod(topology.size(axis) for axis in topology.expert_axes) == 16_384
+
+
+@pytest.mark.processes
+def test_importing_the_topology_loads_neither_torch_nor_ray_nor_numpy() -> None:
+    code = (
+        "import sys, parallel_state.topology; print(sorted({'torch', 'ray', 'numpy', 'megatron'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -105,6 +105,10 @@ WRONG_WHOLES: list[tuple[Any, dict[str, Any]]] = [
         lambda: collected(R, [dataclasses.replace(G[0], dp_size=0)] * 8),
         {"world_size": 8, "sizes": {"tp": 2, "cp": 1, "dp": 0, "pp": 2}},
     ),
+    (
+        lambda: collected(R, [dataclasses.replace(G[0], edp_size=4)] * 8),
+        {"world_size": 8, "sizes": {"etp": 2, "ep": 1, "edp": 4, "pp": 2}},
+    ),
     (lambda: Topology.flat(0), {"world_size": 0}),
 ]
 

@@ -61,6 +61,13 @@ def test_gae_of_a_response_computed_by_hand():
     torch.testing.assert_close(returns, torch.tensor([[0.5625, 0.875, 1.0, 0.0]]))
 
 
+def test_with_lambda_one_the_returns_are_the_future_rewards_for_any_critic():
+    rewards = torch.tensor([[1.0, 2.0, 3.0]])
+    returns = [compute_gae(rewards, values, torch.ones(1, 3), 1.0, 1.0)[1] for values in torch.randn(2, 1, 3)]
+    for row in returns:
+        torch.testing.assert_close(row, torch.tensor([[6.0, 5.0, 3.0]]))
+
+
 def test_whitened_advantages_have_mean_0_and_variance_1_over_the_tokens_alone():
     values = torch.tensor([[1.0, 2.0, 100.0], [3.0, 6.0, -50.0]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
@@ -72,7 +79,8 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_the_tokens_alone():
     assert whiten(equal, torch.ones_like(equal)).eq(0.0).all()
 
 
-@pytest.mark.parametrize(("decay", "width"), [(0.0, 65), (0.5, 1), (0.99, 64), (0.99, 200), (1.0, 65)])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 200])
 def test_discounted_sums_of_blocks_equal_a_loop_over_columns(decay, width):
     values = torch.randn(3, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
     expected, later = torch.empty_like(values), torch.zeros(3, dtype=torch.float64)
@@ -123,6 +131,12 @@ def test_a_group_of_equal_scores_has_an_advantage_of_exactly_0(name, value):
     advantages = per_row(batch, name)
     assert advantages[:7] == [0.0] * 7
     assert all(advantages[7:])
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_scores_that_depend_only_on_the_prompt_train_nothing(name):
+    batch = scored([float(row // 4) for row in range(32)], [str(row // 4) for row in range(32)])
+    assert per_row(batch, name) == [0.0] * 32
 
 
 def test_grpo_compares_a_response_with_those_of_the_same_problem():

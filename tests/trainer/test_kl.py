@@ -67,6 +67,11 @@ def test_an_estimator_without_a_gradient_in_expectation_cannot_be_a_loss():
         check_kl_loss(name)
 
 
+def test_k3_is_never_negative():
+    log_probs, reference = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    assert (estimate_kl(log_probs, reference, "k3") >= 0).all()
+
+
 def test_the_adaptive_weight_moves_to_its_target_by_at_most_a_fifth():
     config = KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=1000)
     weights = []
@@ -75,6 +80,12 @@ def test_the_adaptive_weight_moves_to_its_target_by_at_most_a_fifth():
         controller.update(kl, n_steps=500)
         weights.append(controller.value)
     assert weights == pytest.approx([0.5 * 1.05, 0.5 * 1.1, 0.5, 0.5 * 0.9])
+
+
+def test_the_fixed_weight_stays():
+    controller = FixedKLController(KLControlConfig(kl_coef=0.3))
+    controller.update(100.0, n_steps=10_000)
+    assert controller.value == 0.3
 
 
 def test_the_penalty_is_subtracted_from_scores_and_updates_the_controller():
@@ -121,7 +132,8 @@ def test_a_custom_estimator_is_chosen_by_its_name():
     assert caught.value.key == "twice_for_this_test"
 
 
-@pytest.mark.parametrize(("name", "value"), [("k1", math.nan), ("k2", math.inf), ("k3", -math.inf), ("abs", math.nan)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
 def test_a_masked_token_reaches_neither_rewards_nor_the_weight(name, value):
     def penalized(at_masked):
         columns = torch.tensor([[[0.0, 1.0, at_masked], [-1.0, at_masked, at_masked]], [[-1.0, 1.5, 0.0]] * 2])

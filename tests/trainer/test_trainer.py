@@ -147,6 +147,23 @@ def test_worker_classes_may_be_given_as_ray_actors():
         assert [type(group.workers[0]) for group in trainer.groups.values()] == [ToyActor, ToyCritic]
 
 
+def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path):
+    algorithm = AlgorithmConfig(kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100))
+
+    def trained(steps, **trainer):
+        config = toy_config(steps, default_local_dir=str(tmp_path / "kept"), **trainer)
+        trainer = started(toy_trainer(dataclasses.replace(config, algorithm=algorithm), val_dataset=None))
+        trainer.fit()
+        return trainer
+
+    whole, _ = trained(6), trained(3, save_freq=0)
+    second = trained(6, resume=True)
+    assert CALLS.count("update_actor") == 3 and second.global_steps == 6
+    torch.testing.assert_close(table(second), table(whole), rtol=0, atol=0)
+    torch.testing.assert_close(table(second, "critic"), table(whole, "critic"), rtol=0, atol=0)
+    assert second.step.kl_ctrl.value == whole.step.kl_ctrl.value != 0.1
+
+
 @pytest.mark.parametrize("always", [False, True])
 def test_the_last_save_of_a_run_is_reshardable_and_others_if_configured(tmp_path, always):
     saves = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import resource
 from pathlib import Path
 
@@ -131,6 +132,19 @@ def test_a_full_disk_is_named_and_leaves_the_old_file_alone(tmp_path: Path) -> N
     assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(tmp_path / "batch"))
     assert DataProto.load_from_disk(tmp_path / "batch") == numbered(2)
     assert [path.name for path in tmp_path.iterdir()] == ["batch"]
+
+
+class Bomb:
+    def __reduce__(self) -> tuple:
+        return (Path("exploded").touch, ())
+
+
+def test_a_pickle_in_place_of_the_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("batch").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(DataError):
+        DataProto.load_from_disk("batch")
+    assert not Path("exploded").exists()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,24 @@ TP2_PP2_DP2 = topology_of(8, tp=2, pp=2)  # rank = tp + 2 dp + 4 pp
 TP2_CP2_PP2_DP2 = topology_of(16, tp=2, cp=2, pp=2)  # rank = tp + 2 cp + 4 dp + 8 pp
 
 
+def test_the_table_has_these_modes() -> None:
+    assert [spec.name for spec in Dispatch] == [
+        "RANK_ZERO",
+        "ONE_TO_ALL",
+        "ALL_TO_ALL",
+        "MEGATRON_COMPUTE",
+        "MEGATRON_COMPUTE_PROTO",
+        "MEGATRON_PP_AS_DP",
+        "MEGATRON_PP_AS_DP_PROTO",
+        "MEGATRON_PP_ONLY",
+        "DP_COMPUTE",
+        "DP_COMPUTE_PROTO",
+        "DP_COMPUTE_PROTO_WITH_FUNC",
+        "DP_COMPUTE_METRIC",
+        "DIRECT_ROLLOUT_METHOD",
+    ]
+
+
 @pytest.mark.parametrize("mode", [Dispatch.MEGATRON_COMPUTE, Dispatch.MEGATRON_COMPUTE_PROTO])
 def test_megatron_compute_splits_over_dp_and_collects_from_the_last_stage(mode: DispatchSpec) -> None:
     made = plan(mode, TP2_PP2_DP2)
@@ -119,6 +137,13 @@ def test_a_mode_that_splits_must_name_an_axis() -> None:
     assert raised.value.mode == "mine"
 
 
+def test_a_plan_is_made_once_for_each_mode_and_topology() -> None:
+    again = topology_of(8, tp=2, pp=2)
+    assert plan(Dispatch.MEGATRON_COMPUTE, again) is plan(Dispatch.MEGATRON_COMPUTE, TP2_PP2_DP2)
+    reversed_ranks = permuted(TP2_PP2_DP2, range(7, -1, -1))
+    assert plan(Dispatch.MEGATRON_COMPUTE, reversed_ranks) is not plan(Dispatch.MEGATRON_COMPUTE, TP2_PP2_DP2)
+
+
 def test_a_plan_describes_itself() -> None:
     assert plan(Dispatch.MEGATRON_COMPUTE, TP2_PP2_DP2).describe() == (
         "MEGATRON_COMPUTE: entries split over dp; 8 ranks run, 2 of them return (list)\n"
@@ -150,6 +175,12 @@ def test_padding_of_an_unknown_kind_is_rejected() -> None:
     with pytest.raises(DispatchError) as raised:
         RowRule(padding="left")  # type: ignore[arg-type]
     assert raised.value.padding == "left"
+
+
+@pytest.mark.processes
+def test_planning_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, mcontroller.dispatch.registration, mcontroller.dispatch.modes; print(sorted({'torch', 'ray'} & set(sys.modules)))"  # noqa: E501
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
 @pytest.mark.processes

@@ -30,6 +30,12 @@ class Pairs(Worker):
             dist.all_reduce(torch.ones(3), group=self.pair)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def oversleep_on(self, rank: int) -> None:
+        if dist.get_rank() == rank:
+            self.oversleep()
+        dist.all_reduce(torch.ones(3), group=self.pair)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def oversleep_alone_on(self, rank: int) -> None:
         if dist.get_rank() == rank:
             self.oversleep()

@@ -96,6 +96,10 @@ class Plain(Worker):
         self.value = value
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def awaited(self, value: Any) -> Any:
+        return self.rank, value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def scribble(self, array: Any) -> Any:
         array[:] = self.rank
         return array.sum()
@@ -147,6 +151,12 @@ class Plain(Worker):
         """Sleep in native code on one rank, without releasing the interpreter."""
         if self.rank == rank:
             ctypes.PyDLL(None).sleep(60)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, timeout=2)
+    def stop_on(self, rank: int) -> None:
+        """Stop the process of one rank."""
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def fail_without_text(self) -> None:
         raise Mute

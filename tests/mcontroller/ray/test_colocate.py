@@ -39,9 +39,18 @@ def test_roles_of_one_process_have_one_pid_and_an_object_each(together: RayWorke
     assert roles["actor"].get() == ["of the actor"] * 2
 
 
+def test_methods_of_one_name_belong_to_their_own_role(together: RayWorkerGroup) -> None:
+    roles = together.spawn({"actor", "actor_x", "critic"})
+    assert {role: group.get()[0] for role, group in roles.items()} == {
+        "actor": "of the actor",
+        "actor_x": "of the other",
+        "critic": "neighbour",
+    }
+
+
 def test_a_fused_group_shows_its_roles_as_attributes(together: RayWorkerGroup) -> None:
     assert together.actor_x.get() == ["of the other"] * 2
-    assert together.critic.name == "critic" and together.critic.get() == ["neighbour"] * 2
+    assert together.critic.name == "critic"
 
 
 def test_a_role_reaches_its_siblings_object_also_from_an_async_method(together: RayWorkerGroup) -> None:

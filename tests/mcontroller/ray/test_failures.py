@@ -61,6 +61,14 @@ def test_an_exception_arrives_at_once_and_names_rank_node_and_pid(start: Start) 
     assert error.followers == 0
 
 
+def test_errors_contain_coordinates_once_they_are_known(start: Start) -> None:
+    group = start("actor")
+    group.executor.set_coordinates([{"tp": 0, "pp": 0}, {"tp": 1, "pp": 0}])
+    with pytest.raises(WorkerError) as caught:
+        group.fail_on({1: "x"})
+    assert caught.value.coordinates == {"tp": 1, "pp": 0}
+
+
 def test_a_worker_reports_its_coordinates_before_the_group_has_asked_for_them(start: Start) -> None:
     group = start("actor", Reporting, ParallelLayout(2, tp=2))
     with pytest.raises(WorkerError) as caught:
@@ -251,6 +259,25 @@ def test_calls_of_several_threads_reach_all_ranks_in_one_order(start: Start) -> 
     assert len(numbers) == 400
 
 
+def test_calls_behind_an_open_one_are_sent_without_looking_at_each_of_them(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = start("actor")
+    group.wait_for_file(str(tmp_path / "go"))
+    wait, looked_at = ray.wait, []
+
+    def counting(refs: list[Any], **options: Any) -> Any:
+        looked_at.append(len(refs))
+        return wait(refs, **options)
+
+    monkeypatch.setattr(ray, "wait", counting)
+    futures = [group.later(number) for number in range(200)]
+    (tmp_path / "go").touch()
+    assert futures[-1].get() == [(0, 199), (1, 199)]
+    assert sum(looked_at) < 10 * len(futures)
+    assert [future.get()[1][1] for future in futures] == list(range(200))
+
+
 @pytest.mark.parametrize("at", ["_start", "_build"])
 def test_a_start_that_is_interrupted_leaves_nothing(
     lasting_pool: RayResourcePool, monkeypatch: pytest.MonkeyPatch, at: str
@@ -289,11 +316,29 @@ def test_a_rank_in_native_code_is_reported_as_such(start: Start, monkeypatch: py
     assert "is in native code" in caught.value.stacks[1]
 
 
-def test_a_group_has_a_deadline_for_calls_without_one(start: Start) -> None:
+def test_a_stopped_rank_is_reported_and_ended_before_its_slot_is_free(
+    pool: RayResourcePool, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "QUERY_SECONDS", 1.0)  # it never answers
+    group = start("actor")
+    pids = group.pid()
+    with pytest.raises(CallTimeout) as caught:
+        group.stop_on(1)
+    assert "the process is stopped" in caught.value.stacks[1]
+    assert "holds the interpreter" not in caught.value.stacks[1]
+    assert not any(map(runs, pids))
+    assert pool.holders == []
+
+
+def test_deadlines_are_of_the_call_before_the_method_before_the_group(start: Start) -> None:
     group = start("patient", Plain, timeout=0.3)
     with pytest.raises(CallTimeout) as caught:
         group.patient_on(0)
     assert caught.value.timeout == 0.3
+    group = start("quick", Plain)
+    with pytest.raises(CallTimeout) as caught:
+        group.late_on.options(timeout=0.2)(0)
+    assert caught.value.timeout == 0.2
 
 
 def test_a_constructor_that_raises_is_reported_in_seconds_and_leaves_nothing(
@@ -349,8 +394,6 @@ def test_however_a_group_ends_nothing_of_it_is_left(pool: RayResourcePool, start
     if way == "shutdown":
         group.shutdown()
         group.shutdown()
-        with pytest.raises(GroupError):
-            group.pid()
     elif way == "with":
         with group:
             pass
@@ -359,6 +402,13 @@ def test_however_a_group_ends_nothing_of_it_is_left(pool: RayResourcePool, start
         gc.collect()
     assert not any(map(runs, pids))
     assert pool.holders == []
+
+
+def test_a_call_of_a_group_that_was_shut_down_raises(start: Start) -> None:
+    group = start("actor")
+    group.shutdown()
+    with pytest.raises(GroupError):
+        group.pid()
 
 
 def test_a_call_after_the_shutdown_of_ray_raises_and_starts_no_other_ray(ray_cluster: None) -> None:

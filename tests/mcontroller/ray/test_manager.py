@@ -45,3 +45,10 @@ def test_a_role_without_a_pool_and_pools_not_created_raise() -> None:
         manager.get_resource_pool(Role.Actor)
     with pytest.raises(ResourceError):
         manager.get_resource_pool(Role.Critic)
+
+
+def test_pools_isolate_gpus_if_the_manager_says_so(ray_cluster: None) -> None:
+    for isolated in (False, True):
+        manager = ResourcePoolManager({"main": [1]}, {Role.Critic: "main"}, use_gpu=False, isolate_gpus=isolated)
+        manager.create_resource_pool()
+        assert manager.get_resource_pool(Role.Critic).isolate_gpus is isolated

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.processes
 
@@ -51,3 +54,13 @@ def test_a_secret_of_the_environment_appears_in_no_log_and_no_message(tmp_path_f
     folders = [path for kind in ("warm_start_*", "channel_*") for path in folder.rglob(kind)]
     assert [path.name for path in folders if path.stat().st_mode & 0o077] == []
     assert {path.name.rpartition("_")[0] for path in folders} == {"warm_start", "channel"}
+
+
+def test_versions_of_ray_that_ignore_its_token_are_not_accepted() -> None:
+    project = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text())["project"]
+    [accepted] = [
+        Requirement(requirement).specifier
+        for requirement in project["optional-dependencies"]["ray"]
+        if requirement.startswith("ray")
+    ]
+    assert [version in accepted for version in ("2.40.0", "2.51.1", "2.52.0", "2.60.0")] == [False, False, True, True]

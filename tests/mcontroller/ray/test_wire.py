@@ -26,6 +26,25 @@ def travelled(value: object) -> object:
     return pack(value).unpack()
 
 
+@pytest.mark.parametrize("count", [0, 3, 5_000])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64]
+)
+def test_tensors_of_any_dtype_and_size_arrive_unchanged(dtype: torch.dtype, count: int) -> None:
+    tensor = (torch.arange(count) % 2).to(dtype)
+    arrived = travelled({"here": tensor})["here"]
+    assert arrived.dtype == dtype
+    assert torch.equal(arrived.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_shapes_without_elements_or_dims_and_views_arrive_unchanged() -> None:
+    table = torch.arange(10_000.0).view(100, 100)
+    for tensor in (torch.tensor(3.0), torch.empty(0, 7), table.T, table[::2, 1:3], table[0].expand(5, 100)):
+        arrived = travelled(tensor)
+        assert arrived.shape == tensor.shape
+        assert torch.equal(arrived, tensor)
+
+
 def test_nested_tensordicts_arrive_unchanged() -> None:
     nested = TensorDict(
         {"inner": TensorDict({"wide": torch.arange(1800).view(2, 900)}, [2]), "flat": torch.ones(2)}, [2]

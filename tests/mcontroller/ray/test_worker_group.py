@@ -20,6 +20,22 @@ from tests.mcontroller.ray.roles import Finishes, NeverFinishes, Plain, SameCoor
 Start = Callable[..., RayWorkerGroup]
 
 
+def test_ranks_get_the_environment_that_torchrun_sets(steady: RayWorkerGroup) -> None:
+    environments = steady.environment()
+    assert [variables["RANK"] for variables in environments] == ["0", "1", "2", "3"]
+    assert [variables["LOCAL_RANK"] for variables in environments] == ["0", "1", "2", "3"]
+    assert {variables["WORLD_SIZE"] for variables in environments} == {"4"}
+    assert {variables["LOCAL_WORLD_SIZE"] for variables in environments} == {"4"}
+    assert {variables["OMP_NUM_THREADS"] for variables in environments} == {"1"}
+    assert {variables["MASTER_ADDR"] for variables in environments} == {steady.executor.nodes[0]}
+    assert len({variables["MASTER_PORT"] for variables in environments}) == 1
+
+
+def test_processes_have_the_title_of_their_rank(steady: RayWorkerGroup) -> None:
+    titles = [Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0") for pid in steady.pid()]
+    assert titles == [f"ray::steady rank {rank}" for rank in range(4)]
+
+
 def test_groups_that_start_together_have_different_ports_and_can_listen(start: Start) -> None:
     groups = [start("actor"), start("critic")]
     assert len({group.environment()[0]["MASTER_PORT"] for group in groups}) == 2
@@ -52,6 +68,10 @@ def test_a_signal_handler_that_native_code_has_set_stays(pool: RayResourcePool) 
 
 def test_workers_are_built_and_called_on_the_main_thread_as_under_torchrun(steady: RayWorkerGroup) -> None:
     assert steady.runs_on_the_main_thread() == [True] * 4
+
+
+def test_async_methods_are_called_like_others(steady: RayWorkerGroup) -> None:
+    assert steady.awaited("x") == [(0, "x"), (1, "x"), (2, "x"), (3, "x")]
 
 
 def test_a_future_is_polled_waited_for_and_got(steady: RayWorkerGroup) -> None:
@@ -105,6 +125,12 @@ def test_what_comes_back_may_be_written_into(steady: RayWorkerGroup) -> None:
     assert [array.sum() for array in arrays] == [50_000, 0, 0, 0]
 
 
+def test_a_class_made_an_actor_by_ray_is_taken_as_the_class(pool: RayResourcePool) -> None:
+    with RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Plain), "given"), name_prefix="remote") as group:
+        assert group.worker_cls is Plain
+        assert group.get() == ["given", "given"]
+
+
 @pytest.mark.parametrize("name", ["num_gpus", "max_concurrency", "max_restarts"])
 def test_options_of_the_pool_and_the_group_cannot_be_taken_from_them(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -155,11 +181,12 @@ def test_an_init_argument_that_cannot_be_pickled_is_named(pool: RayResourcePool)
     assert pool.holders == []
 
 
-def test_a_class_made_an_actor_by_ray_is_taken_as_the_class_and_its_signature(pool: RayResourcePool) -> None:
-    with RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Plain), "given"), name_prefix="remote") as group:
-        with pytest.raises(DispatchError) as caught:
-            group.first(1, 2, 3)
-        assert group.worker_cls is Plain and group.get() == ["given", "given"]
+def test_a_signature_in_an_error_has_no_parameters_of_ray(pool: RayResourcePool) -> None:
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Plain)), name_prefix="remote") as group,
+        pytest.raises(DispatchError) as caught,
+    ):
+        group.first(1, 2, 3)
     assert caught.value.fields["parameters"] == ("value",)
 
 

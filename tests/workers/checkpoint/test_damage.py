@@ -127,6 +127,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "manifest is an empty object": (rewrite("manifest.json", b"{}"), "manifest.json"),
     "manifest of another format": (rewrite("manifest.json", b'{"format": 2}'), "manifest.json"),
+    "manifest is a list": (rewrite("manifest.json", b"[]"), "manifest.json"),
     "manifest is deep": (rewrite("manifest.json", b"[" * 100_000), "manifest.json"),
     "manifest is binary": (rewrite("manifest.json", b"\x80\x04\xff"), "manifest.json"),
     "manifest was changed": (
@@ -140,6 +141,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "metadata.json": (rewrite("metadata.json", b"{}"), "metadata.json"),
     "metadata.json of another format": (lambda step: forge("metadata.json", b"[]", step), "metadata.json"),
     ".metadata": (lambda step: forge(".metadata", b"\x80\x04K\x01.", step), ".metadata"),
+    "latest is binary": (rewrite("../latest", b"\xff\x00"), "latest"),
     "latest is empty": (rewrite("../latest", b""), "latest"),
     "latest leaves the directory": (rewrite("../latest", b"../../etc"), "latest"),
     "code in .metadata": (forge_metadata, ".metadata"),

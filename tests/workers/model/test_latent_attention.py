@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from mcontroller.errors import ConfigError
 from tests.ranks import run_ranks
-from tests.workers.roles import VOCAB, actor, experience, own_shard, weights
+from tests.workers.roles import VOCAB, actor, experience, largest_difference, own_shard, weights
 from workers import ActorRolloutRefWorker
 from workers.model.build import build_model
 from workers.model.initialize import initialize_weights
@@ -104,6 +104,30 @@ def trained(
     return {"scores": log_probs, "weights": weights(worker), "metrics": metrics}
 
 
+@pytest.fixture(scope="module")
+def on_one_process() -> dict[str, Any]:
+    return run_ranks(trained, 1, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(2, {"tp": 2, "sequence_parallel": True}), (2, {"pp": 2}), (2, {})],
+    ids=["tp2-sp", "pp2", "dp2"],
+)
+def test_latent_attention_has_the_scores_and_weights_of_one_process(
+    world_size: int, parallel: dict[str, Any], on_one_process: dict[str, Any]
+) -> None:
+    expected = on_one_process
+    assert (expected["scores"]["0"] - expected["scores"]["1"]).abs().max() > 0.01  # the update has an effect
+    ranks = run_ranks(trained, world_size, parallel)
+    scores = [rank["scores"] for rank in ranks if rank["scores"]]
+    scores = scores if not parallel else scores[:1]
+    for name, score in expected["scores"].items():
+        actual = torch.cat([part[name] for part in scores])
+        torch.testing.assert_close(actual, score, rtol=0, atol=2e-5)
+    assert largest_difference(ranks[0]["weights"], expected["weights"]) < 2e-5
+
+
 def scored(parallel: dict[str, Any]) -> torch.Tensor:
     worker = actor(parallel, "ref", LatentAttentionActor)
     log_probs: torch.Tensor = worker.compute_ref_log_prob(experience(ROWS)).batch["ref_log_prob"]
@@ -119,3 +143,7 @@ def rejection(parallel: dict[str, Any]) -> tuple[str, int]:
 @pytest.mark.parametrize("changes", [{}, {"sequence_parallel": True}], ids=["tp", "sp"])
 def test_training_that_would_leave_out_gradients_is_rejected(changes: dict[str, Any]) -> None:
     assert run_ranks(rejection, 2, {"tp": 2} | changes) == [("parallel.tp", 2)] * 2
+
+
+def test_scores_need_no_sequence_parallelism() -> None:
+    torch.testing.assert_close(run_ranks(scored, 2, {"tp": 2})[0], run_ranks(scored, 1, {})[0], rtol=0, atol=2e-5)

@@ -20,6 +20,14 @@ from workers.model.transformer_config import transformer_config
 pytestmark = pytest.mark.simulated
 
 OF_EXPERTS = dataclasses.replace(SMALL_GPT, num_layers=2, num_moe_experts=4, moe_ffn_hidden_size=32)
+LAYER = {
+    "self_attention.linear_proj.weight": (64, 64),
+    "self_attention.linear_qkv.layer_norm_weight": (64,),
+    "self_attention.linear_qkv.weight": (192, 64),
+    "mlp.linear_fc1.layer_norm_weight": (64,),
+    "mlp.linear_fc1.weight": (256, 64),
+    "mlp.linear_fc2.weight": (64, 128),
+}
 
 
 def shapes(model: ModelConfig, axes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -27,6 +35,31 @@ def shapes(model: ModelConfig, axes: dict[str, Any]) -> dict[str, tuple[int, ...
     context = new_context(parallel)
     state = full_state_dict(build_model(model, parallel, context), context)
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def test_names_and_shapes_are_the_whole_models() -> None:
+    expected: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (125, 64),
+        "decoder.final_layernorm.weight": (64,),
+        "output_layer.weight": (125, 64),
+    }
+    for index in range(4):
+        expected |= {f"decoder.layers.{index}.{name}": shape for name, shape in LAYER.items()}
+    assert run_ranks(shapes, 4, SMALL_GPT, {"tp": 2, "pp": 2, "vpp": 2}) == [expected] * 4
+
+
+def test_tied_output_weights_are_the_embeddings() -> None:
+    names = run_ranks(shapes, 2, dataclasses.replace(SMALL_GPT, tie_embeddings=True), {"pp": 2})[0].keys()
+    assert "output_layer.weight" not in names and "embedding.word_embeddings.weight" in names
+
+
+def test_experts_are_counted_over_all_ranks() -> None:
+    shapes_of = run_ranks(shapes, 4, OF_EXPERTS, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True})[0]
+    experts = {name: shape for name, shape in shapes_of.items() if name.startswith("decoder.layers.1.mlp.experts")}
+    prefix = "decoder.layers.1.mlp.experts.linear_fc"
+    assert experts == {f"{prefix}1.weight{expert}": (64, 64) for expert in range(4)} | {
+        f"{prefix}2.weight{expert}": (64, 32) for expert in range(4)
+    }
 
 
 @pytest.mark.parametrize(

@@ -159,11 +159,6 @@ def test_logits_are_transformers_and_the_export_is_bit_exact(
     ranks = run_ranks(imported, world_size(axes), checkpoints[family], axes, tmp_path / "out")
     expected = of_transformers(checkpoints[family])
     assert expected.std() > 0.3
-    held = [sum(tensor.numel() for tensor in rank["streamed"].values()) for rank in ranks]
-    if axes == TP2_PP2:  # no rank has more than its share
-        assert max(rank["held"] for rank in ranks) < 0.27 * held[0]
-    layers = [int(name.split(".")[2]) for name in ranks[0]["streamed"] if ".layers." in name]
-    assert layers == sorted(layers) and next(iter(ranks[0]["streamed"])) == "model.embed_tokens.weight"
     actual = [rank["logits"] for rank in ranks if rank["logits"] is not None]
     assert len(actual) == len(ranks) // axes.get("pp", 1)
     for logits in actual:
@@ -174,6 +169,21 @@ def test_logits_are_transformers_and_the_export_is_bit_exact(
         assert_equal(rank["streamed"], original)
     assert_equal(weights_at(tmp_path / "out"), original)
     assert torch.equal(of_transformers(tmp_path / "out"), expected)
+
+
+@pytest.mark.simulated
+def test_no_rank_has_more_than_its_share(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    ranks = run_ranks(imported, 4, checkpoints["llama"], {"tp": 2, "pp": 2}, tmp_path / "out")
+    whole = sum(tensor.numel() for tensor in weights_at(checkpoints["llama"]).values())
+    assert max(rank["held"] for rank in ranks) < 0.27 * whole
+
+
+@pytest.mark.simulated
+def test_tensors_stream_in_the_order_of_the_model(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    names = list(run_ranks(imported, 2, checkpoints["qwen2"], {"pp": 2}, tmp_path / "out")[0]["streamed"])
+    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert names[0] == "model.embed_tokens.weight" and names[-1] == "lm_head.weight"
+    assert layers == sorted(layers)
 
 
 @pytest.mark.simulated
@@ -260,10 +270,11 @@ def test_a_configuration_comes_back_as_it_was(family: str, checkpoints: dict[str
     assert type(theirs) is type(ours)
 
 
-def test_a_command_line_sets_the_directory_and_overrides_fields(checkpoints: dict[str, Path]) -> None:
-    overrides = [f"model.hf_path={checkpoints['qwen3_moe']}", "model.dtype=bfloat16", "model.transformer.fp8=hybrid"]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_command_line_sets_the_directory_and_overrides_fields(family: str, checkpoints: dict[str, Path]) -> None:
+    overrides = [f"model.hf_path={checkpoints[family]}", "model.dtype=bfloat16", "model.transformer.fp8=hybrid"]
     config = load_config(CriticConfig, overrides=overrides)
-    expected = model_config_from_hf(checkpoints["qwen3_moe"], dtype="bfloat16", transformer={"fp8": "hybrid"})
+    expected = model_config_from_hf(checkpoints[family], dtype="bfloat16", transformer={"fp8": "hybrid"})
     assert config.model == expected
 
 
@@ -286,6 +297,45 @@ def test_scaling_of_rotary_positions_is_read_from_old_and_new_keys(
     for path in (checkpoints["llama"], tmp_path):
         model = model_config_from_hf(path)
         assert (model.rotary_base, model.rope_scaling_factor) == (500000, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "gpt2"),
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("use_sliding_window", True),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_parameters", LLAMA3 | {"low_freq_factor": 2.0}),
+        ("rope_parameters", {"rope_type": "llama3", "factor": 8.0}),
+        ("num_hidden_layers", None),
+    ],
+)
+def test_keys_that_would_change_the_computation_are_rejected(
+    key: str, value: Any, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    config = json.loads((checkpoints["llama"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ConfigError) as caught:
+        model_config_from_hf(tmp_path)
+    assert caught.value.key in (key, "rope_type", "low_freq_factor")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalization": "LayerNorm"},
+        {"transformer": {"rotary_interleaved": True}},
+        {"transformer": {"glu_linear_offset": 1.0}},
+    ],
+)
+def test_a_model_of_no_family_has_no_config_json(change: dict[str, Any], checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        hf_config_of(dataclasses.replace(model_config_from_hf(checkpoints["llama"]), **change))
+    name, value = next(iter(change.items()))
+    changed = (f"transformer.{field}" for field in value) if name == "transformer" else (name,)
+    assert caught.value.key in [f"model.{field}" for field in changed]
 
 
 @pytest.mark.processes
@@ -326,6 +376,13 @@ def test_tensors_that_do_not_fit_are_named_on_every_rank(checkpoints: dict[str, 
         True,
     )
     assert run_ranks(rejected, 2, tmp_path) == [expected] * 2
+
+
+@pytest.mark.simulated
+def test_a_directory_without_weights_is_rejected(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
+    with pytest.raises(REJECTED):
+        run_ranks(imported, 2, tmp_path, {"tp": 2}, tmp_path / "out")
 
 
 @pytest.mark.simulated

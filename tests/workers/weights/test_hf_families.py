@@ -125,8 +125,7 @@ def test_layers_determine_the_family_of_a_model_without_one() -> None:
     [
         ({"qk_layernorm": True, "add_qkv_bias": True}, "model.qk_layernorm"),
         ({"num_moe_experts": 4, "add_qkv_bias": True}, "model.transformer.moe_router_enable_expert_bias"),
-        ({"transformer": {"glu_linear_offset": 1.0}}, "model.transformer.glu_linear_offset"),
-        ({"normalization": "LayerNorm"}, "model.normalization"),
+        ({"transformer": {"multi_latent_attention": True}}, "model.transformer.multi_latent_attention"),
         ({"family": "qwen3"}, "model.qk_layernorm"),
         ({"family": "llama", "add_qkv_bias": True}, "model.add_qkv_bias"),
         ({"family": "lama"}, "model.family"),

@@ -12,7 +12,7 @@ from mcontroller.errors import ConfigError
 from workers import ModelConfig, load_config, model_config_from_hf
 from workers.planning import planning
 from workers.weights.hf.config import family_of, hf_config_of
-from workers.weights.hf.fields import INERT, neutral_of
+from workers.weights.hf.fields import INERT, ReadKeys, layered, neutral_of
 
 # The contents of config.json as published with these models.
 LLAMA_31 = {
@@ -48,16 +48,60 @@ LLAMA_31 = {
     "vocab_size": 128256,
 }
 LLAMA_2 = {
-    key: value for key, value in LLAMA_31.items() if not key.endswith(("_bias", "_dropout")) and key != "rope_theta"
+    "_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_length": 4096,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 0,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.32.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
 }
-LLAMA_2 |= {"_name_or_path": "meta-llama/Llama-2-7b-hf", "max_length": 4096, "pad_token_id": 0, "rope_scaling": None}
-SMOLLM2 = LLAMA_31 | {
+SMOLLM2 = {
+    "_name_or_path": "/fsx/loubna/checkpoints/sft",
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536,
     "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pad_token_id": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
     "rope_interleaved": False,
     "rope_scaling": None,
     "rope_theta": 100000,
     "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
     "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 49152,
 }
 QWEN_25 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -133,12 +177,42 @@ QWEN_3_MOE = {
     "router_aux_loss_coef": 0.001,
     "tie_word_embeddings": False,
 }
-QWEN_3_CODER = QWEN_3_MOE | {
+QWEN_3_CODER = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5472,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 28,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
     "qkv_bias": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
     "rope_theta": 10000000,
     "router_aux_loss_coef": 0.0,
     "shared_expert_intermediate_size": 0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.52.3",
+    "use_cache": True,
     "use_qk_norm": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
 }
 PUBLISHED = {
     "llama_31": LLAMA_31,
@@ -168,14 +242,22 @@ def test_published_configurations_are_read_and_their_inert_keys_exported(name: s
     assert {key: exported[key] for key in same} == {key: config[key] for key in same}
 
 
+@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "Qwen3MoeConfig"])
+def test_every_default_of_transformers_is_read(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, name)(architectures=["Unused"]).to_dict()
+    assert read(tmp_path, config).num_layers == config["num_hidden_layers"]
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
         ("llama_31", "is_causal", False),
-        ("llama_31", "hidden_act", "gelu"),
+        ("llama_31", "use_bidirectional_attention", True),
         ("llama_31", "attention_dropout", 0.1),
         ("llama_31", "pretraining_tp", 2),
         ("llama_31", "sliding_window", 4096),
+        ("llama_31", "num_experts", 8),
         ("llama_31", "attention_multiplier", 0.5),
         ("llama_31", "partial_rotary_factor", 0.5),
         ("llama_31", "rope_interleaved", True),
@@ -184,6 +266,7 @@ def test_published_configurations_are_read_and_their_inert_keys_exported(name: s
         ("llama_31", "layer_types", ["linear_attention"] * 32),
         ("qwen_25", "use_sliding_window", True),
         ("qwen_25", "use_mrope", True),
+        ("qwen_3_moe", "num_shared_experts", 1),
         ("qwen_3_coder", "qkv_bias", True),
         ("qwen_3_coder", "use_qk_norm", False),
         ("qwen_3_coder", "shared_expert_intermediate_size", 512),
@@ -201,14 +284,22 @@ def test_a_key_that_changes_the_computation_is_rejected(name: str, key: str, val
     ("key", "value", "named"),
     [
         ("hidden_size", "64", ""),
+        ("hidden_size", True, ""),
+        ("num_attention_heads", 0, ""),
         ("num_hidden_layers", 2.5, ""),
+        ("num_key_value_heads", "8", ""),
+        ("head_dim", 0, ""),
+        ("rope_theta", None, ""),
+        ("rope_theta", "10000", ""),
         ("rope_scaling", "llama3", ""),
         ("rope_scaling", {"rope_type": ["llama3"]}, "rope_type"),
         ("rope_parameters", {"rope_theta": 10000.0}, "rope_theta"),
         ("rope_parameters", {"rope_type": "default", "mrope_section": [8, 8, 8]}, "rope_parameters.mrope_section"),
         ("rms_norm_eps", -1, ""),
         ("tie_word_embeddings", "no", ""),
+        ("decoder_sparse_step", 0, ""),
         ("mlp_only_layers", 3, ""),
+        ("num_local_experts", 64, ""),
         ("norm_topk_prob", 1, ""),
         ("torch_dtype", "int8", ""),
     ],
@@ -224,7 +315,7 @@ def test_a_value_of_another_type_is_an_error_that_names_the_key(
 @pytest.mark.parametrize(
     ("model_type", "changes", "key"),
     [
-        *((name, {}, "model_type") for name in ("gemma3_text", "gpt_oss")),
+        *((name, {}, "model_type") for name in ("gemma3_text", "phi3", "glm4", "gpt_oss", "deepseek_v2")),
         ("granitemoehybrid", {"residual_multiplier": 0.22}, "residual_multiplier"),
     ],
 )
@@ -297,3 +388,12 @@ def test_a_model_without_a_checkpoint_is_native(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("workers.config.model.has_bridge", lambda: True)
     sizes = {"vocab_size": 8, "max_sequence_length": 8, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
     assert ModelConfig(**sizes).provider == "native"
+
+
+def test_a_family_cannot_copy_a_config_which_would_count_as_reading_all_of_it() -> None:
+    read = ReadKeys({"vocab_size": 8, "unknown": 1})
+    with pytest.raises(TypeError):
+        dict(read)
+    changed = layered({"vocab_size": 9}, read)
+    assert (changed["vocab_size"], changed.get("unknown"), changed.get("hidden_size")) == (9, 1, None)
+    assert read.keys_read == {"unknown", "hidden_size"}
