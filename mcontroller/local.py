@@ -109,18 +109,17 @@ class LocalHandle:
         name: of the value, in the error of a reader if it cannot be sent.
     """
 
-    __slots__ = ("__weakref__", "_error", "copy")
+    __slots__ = ("__weakref__", "copy")
 
     def __init__(self, value: Any, name: str) -> None:
-        self._error: MControllerError | None = None
         try:
             self.copy = copies(value, name)
         except MControllerError as error:
-            self._error, self.copy = error, self._fail
+            self.copy = functools.partial(_raise, error)
 
-    def _fail(self) -> NoReturn:
-        assert self._error is not None
-        raise self._error
+
+def _raise(error: MControllerError) -> NoReturn:
+    raise error
 
 
 class LocalCall:
@@ -436,9 +435,9 @@ class _Pickler(pickle.Pickler):
         return _shared, (id(obj),)
 
 
-def private_copy(value: Any, name: str = "a value") -> Any:
+def private_copy(value: Any) -> Any:
     """Return a copy of a value as another process would receive it, which shares no memory with it; see ``copies``."""
-    return copies(value, name)()
+    return copies(value, "a value")()
 
 
 def copies(value: Any, name: str) -> Callable[[], Any]:
