@@ -96,7 +96,8 @@ def _ray_nodes() -> dict[str, Node]:
 
     def started(node: str) -> Node:
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        agent = ray.remote(num_cpus=0, scheduling_strategy=strategy)(Agent).remote()
+        remote: Any = ray.remote  # its types have no classes with options
+        agent = remote(num_cpus=0, scheduling_strategy=strategy)(Agent).remote()
         return lambda *call: agent.call.remote(*call).future()
 
     return {node["NodeManagerAddress"]: started(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
