@@ -20,10 +20,11 @@ from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, family_like
 from workers.weights.hf.fields import ReadKeys, check_config_keys, inert_of
 from workers.weights.hf.hub import local_directory
 
+_LENGTH = "max_position_embeddings"
 # Fields of ModelConfig -> the keys of config.json that have them, by the names of one family or another.
 _SIZES: Mapping[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
-    "max_sequence_length": ("max_position_embeddings",),
+    "max_sequence_length": (_LENGTH,),
     "num_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
     "num_attention_heads": ("num_attention_heads",),
@@ -134,13 +135,16 @@ def hf_config_of(model: Any, value_head: bool = False) -> dict[str, Any]:
         prefix = config["architectures"][0].partition("For")[0]
     else:
         family = family_of(model)
-        kept = {} if model.hf_path is None else inert_of(_config_at(model.hf_path), family)
+        loaded = {} if model.hf_path is None else _config_at(model.hf_path)
+        kept = inert_of(loaded, family)
         config = kept | {
             "architectures": [family.architecture + "ForCausalLM"],
             "model_type": family.model_type,
             **family.config_from(_fields(model)),
             **{key: kept[key] for key in kept.keys() & {"initializer_range"}},
         }
+        if (length := loaded.get(_LENGTH)) is not None:  # sequences of a run may be shorter than the model allows
+            config[_LENGTH] = max(length, config[_LENGTH])
         prefix = family.architecture
     if value_head:
         config["architectures"] = [prefix + "ForSequenceClassification"]
