@@ -66,7 +66,8 @@ class RankLabel:
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={index}" for axis, index in self.coordinates.items())
-        process = f" on {self.info.node}, pid {self.info.pid}" if self.info else f" on {self.node}" if self.node else ""
+        place = f" on {self.node}" if self.node else ""
+        process = f" on {self.info.node}, pid {self.info.pid}" if self.info else place
         return f"{self.role} rank {self.rank}" + (f" ({axes})" if axes else "") + process
 
 
