@@ -65,7 +65,7 @@ def generated(parallel: dict[str, int], tp: int, rows: int, n: int) -> dict[str,
 
 def expected(shard: int, rows: int, n: int) -> Generated:
     samples = prompts_of(shard, rows, n).samples()
-    first = samples.ids.sum(1) % 97
+    first = samples.ids.sum(1) % 61
     responses = torch.stack([first, torch.full_like(first, EOS), *[torch.full_like(first, PAD)] * 2], 1)
     mask = torch.tensor([[1, 1, 0, 0]]).expand_as(responses)
     return Generated(responses, mask, -responses.float() * mask)
@@ -255,7 +255,7 @@ def submitted(parallel: dict[str, int]) -> tuple[list[list[int]], list[list[int]
 def test_trajectories_are_requests_to_the_engines_with_the_weights_of_their_versions() -> None:
     with standing_in():
         [(tokens, versions, events)] = run_ranks(submitted, 1, {})
-    assert tokens == [[(7 + index) % 97, EOS] for index in range(3)] * 2
+    assert tokens == [[(7 + index) % 61, EOS] for index in range(3)] * 2
     assert versions == [[0, 0]] * 3 + [[1, 1]] * 3
     assert events.count("finish_policy_update") == 2
 
