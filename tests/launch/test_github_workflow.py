@@ -20,7 +20,7 @@ PYTHON = f"""#!{sys.executable}
 import sys
 from mcontroller.cli.main import main
 from parallel_state.verify import commits
-commits._CHILD = {CHILD.replace('HELPER', repr(__file__))!r}
+commits._CHILD = {CHILD.replace("HELPER", repr(__file__))!r}
 sys.exit(main(sys.argv[3:]))
 """
 GH = """#!/bin/bash
