@@ -44,8 +44,8 @@ PATIENCE_S = 0.05
 GRACE_S = 2.0
 """[s] How long a process may take to answer that it has cancelled an episode, before it is killed."""
 LISTENED_S = 1.0
-"""[s] The most by which the time limits of episodes run down between two calls of ``pump``: in between, the controller
-neither reads what they have sent nor lets those in its own process go on."""
+"""[s] The most by which the time limits of episodes run down between two looks at the clock. While the controller does
+something else, it neither reads what episodes have sent nor lets those in its own process go on."""
 STALL_S = 10.0
 """[s] How long a message to or from a process may take, before it is killed."""
 
@@ -193,7 +193,7 @@ class Episodes:
         self._made: SimpleQueue[tuple[_Running, int, EpisodeTurn]] = SimpleQueue()
         self._streams: dict[EpisodeTurn, tuple[_Running, int]] = {}
         self._started = 0
-        self._now, self._pumped, self.begins = 0.0, time.monotonic(), True
+        self._now, self._read, self.begins = 0.0, time.monotonic(), True
 
     def another(self) -> Episodes:
         """Return one with the same settings, whose episodes run apart from these."""
@@ -384,7 +384,7 @@ class Episodes:
         running.host = host = min(free, key=lambda host: len(host.running))
         self._waiting.popleft()
         running.prompts = 0
-        running.deadline = self._now + self.timeout_s
+        running.deadline = self._clock() + self.timeout_s
         self._running[running.number] = host.running[running.number] = running
         longest = self._connected().limits["response_length"]
         self._send(host, ("start", running.number, running.problem, running.seed, longest))
@@ -525,7 +525,7 @@ class Episodes:
             if host is None or not is_current or not turn.is_awaited or (turn.submitted and turn.submitted.cancelled()):
                 continue
             submitted, turn.submitted, turn.is_awaited = turn.submitted, None, False
-            running.deadline = self._now + self.timeout_s
+            running.deadline = self._clock() + self.timeout_s
             if submitted is not None and (error := submitted.exception()) is not None:
                 if not isinstance(error, MControllerError):  # of an engine's library: it may have no pickle
                     error = MControllerError(text_of(error))
@@ -533,11 +533,15 @@ class Episodes:
                 continue
             self._send(host, ("made", running.number, request, turn.take_unsent()))
 
+    def _clock(self) -> float:
+        """Return the seconds that the controller has listened, by which time limits run down."""
+        before, self._read = self._read, time.monotonic()
+        self._now += min(self._read - before, LISTENED_S)
+        return self._now
+
     def _check_deadlines(self) -> None:
         """Stop the episodes that take too long; a process that does not answer is blocked by one of its episodes."""
-        before, self._pumped = self._pumped, time.monotonic()
-        self._now += min(self._pumped - before, LISTENED_S)
-        now = self._now
+        now = self._clock()
         late = [running for running in self._running.values() if running.deadline < now and not running.waits]
         for running in late:
             running.deadline = float("inf")
