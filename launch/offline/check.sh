@@ -13,7 +13,7 @@ mkdir -p "$out"
 names=$(find "$parts" -name '*.tar.xz.*' -printf '%f\n' | cut -d. -f1 | sort -u)
 bash launch/offline/unpack.sh "$parts" "$site" $names || { echo "check.sh: $parts is incomplete" >&2; exit 2; }
 for name in $names; do [ "$name" = vllm ] || export PYTHONPATH=$site/$name:${PYTHONPATH:-}; done
-export PYTHONPATH=$PWD:$PYTHONPATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=4
+export PYTHONPATH=$PWD:${PYTHONPATH:-} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=4
 if [ -d "$site/vllm" ]; then
     printf '#!/bin/bash\nexport PYTHONPATH=%s\nexec python3 "$@"\n' "$site/vllm" > "$site/vllm-python"
     chmod +x "$site/vllm-python"
