@@ -31,8 +31,8 @@ class ChatServer:
     """Serves chat completions with tools on this machine, to clients that have the key of a session.
 
     Args:
-        rollout: generates the turns. The requests make the steps of a
-                ``ReferenceEngine``, unless it is ``driven``. None: each session has one.
+        rollout: generates the turns. The requests make the steps of a ``ReferenceEngine``, unless it is ``driven``.
+            None: each session has one.
         tokenizer: its chat template renders the messages.
         tool_calls: how the policy writes tool calls: a name of ``tool_format``, or a format.
         vllm_python: see ``tool_format``.
