@@ -23,7 +23,7 @@ if torch.version.cuda and not torch.cuda.is_available():
 cpu.install()
 # Processes of groups are started for their actors: none uses those that Ray starts in advance, of 1 s each.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-# The tests that compute beside them have a niceness of 0: with Ray's default of 15, workers get a thirtieth of their time.
+# Tests that compute beside them have a niceness of 0: with Ray's default, 15, workers get a thirtieth of their time.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # Nobody reads the logs of workers in a driver: Ray would look for new ones among thousands ten times a second.
 os.environ |= {"RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0", "LOG_NAME_UPDATE_INTERVAL_S": "600"}

@@ -207,10 +207,12 @@ def check_engines_fit(workers: Sequence[GroupSpec], pools: ResourcePoolManager) 
 
 
 class TokenBalance:
-    """Makes calls split their rows by tokens. Results and mini-batches are the same as without, up to rounding.
+    """Makes calls split their rows by tokens. Results are the same as without, up to rounding.
 
-    A rank that has more tokens than the others makes them wait in every optimizer step, so the rows of each mini-batch
-    are balanced by themselves. Methods that are registered with another ``balance`` keep it.
+    A rank that has more tokens than the others makes them wait in every optimizer step, so rows that are in the same
+    mini-batches, in all epochs, are balanced by themselves. Mini-batches are the same as without, unless a step made
+    no update: they are drawn by the number of the step, and without by that of the update. Methods that are registered
+    with another ``balance`` keep it.
 
     Args:
         groups: the groups of the run.

@@ -248,7 +248,7 @@ class RunLifecycle:
         return self.is_stopping or self.global_steps >= self.total_steps
 
     def is_due(self, every: int) -> bool:
-        """Return whether what happens every so many steps is due now; it is after the last step, and never below 0."""
+        """Return whether what comes every so many steps is due: also after the last one, and never if it is below 0."""
         return every >= 0 and (self.is_last_step() or (every > 0 and self.global_steps % every == 0))
 
     def stop(self) -> None:

@@ -383,7 +383,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """Train ``ppo_epochs`` of PPO on the batch.
 
         Mini-batches are drawn from the whole batch in the same way for every data-parallel size: see
-        ``mini_batch_rows``.
+        ``draw_mini_batches``.
 
         Args:
             data: the result of ``generate_sequences``, with ``advantages`` ``[rows, response]``, ``old_log_probs``

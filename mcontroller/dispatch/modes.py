@@ -179,9 +179,12 @@ class DispatchModes:
         """Remove a mode that was registered.
 
         Raises:
-            DispatchError: there is no mode of this name.
+            DispatchError: there is no mode of this name, or it is built in.
         """
-        del self.members[self[name].name]
+        self[name]
+        if name not in vars(self):
+            raise DispatchError(f"{name} is built in: only a mode that was registered can be removed", name=name)
+        del self.members[name]
         delattr(self, name)
 
     @staticmethod
@@ -267,9 +270,10 @@ class RowRule:
     """How the rows of DataProtos are split over the shards; the caller's batch and the result's order never change.
 
     Attributes:
-        padding: None or ``spread`` repeats a row only for a shard that would otherwise have none, so that every rank
-            takes part in collectives. ``repeat`` makes all shards equally long with repeated rows; ``zero_loss`` does
-            the same with rows whose ``response_mask`` and ``loss_mask`` are 0. ``none`` adds no row.
+        padding: ``spread`` repeats a row only for a shard that would otherwise have none, so that every rank takes
+            part in collectives. ``repeat`` makes all shards equally long with repeated rows; ``zero_loss`` does the
+            same with rows whose ``response_mask`` and ``loss_mask`` are 0. ``none`` adds no row. None is ``repeat``
+            for a batch with ``auto_padding``, and otherwise ``spread``.
         balance: a column whose sum over each row is its length (``attention_mask``); every shard gets about the same
             number of tokens.
         group_by: a column of labels (a prompt's id); rows with the same label stay in one shard.

@@ -118,10 +118,9 @@ class ReferenceEngine:
             if self._rows:
                 return True
             live = self.requests()
-            self._rows, self._waiting = live[: self.max_rows], live[self.max_rows :]
-            if requests is not None:
-                chosen = {*requests}
-                self._rows, self._waiting = list(requests), [request for request in live if request not in chosen]
+            self._rows = list(live[: self.max_rows] if requests is None else requests)
+            chosen = {*self._rows}
+            self._waiting = [request for request in live if request not in chosen]
             alike: list[list[Request]] = []
             for request in self._rows:
                 same = next((rows for rows in alike if _have_one_setting(rows[0], request)), None)

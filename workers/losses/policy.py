@@ -38,7 +38,11 @@ POLICY_LOSSES: Registry[RegisteredPolicyLoss] = Registry("policy loss", key="pol
 TOKEN_MEANS = ("pg_clipfrac", "pg_clipfrac_low", "pg_clipfrac_high", "ppo_kl", "entropy")
 """Metrics of every policy loss that are means over tokens."""
 _CLIPPING = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-_REPORTED = (*TOKEN_MEANS, "kl_loss", "pg_loss", "ratio_max", "tokens", "loss_count", "loss_size")
+_REPORTED = (
+    *TOKEN_MEANS,
+    *("kl_loss", "pg_loss", "ratio_max", "tokens", "loss_count", "loss_size"),
+    *("training/rollout_probs_diff_mean", "training/rollout_probs_diff_max", "training/rollout_kl"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Losses of tokens as pure functions: policy, value, cross entropy.
+"""The losses of roles: policy, value, cross entropy; and what a loss of a program has to return.
 
-No loss is averaged in this file: the pipeline sums it over the mask and divides it by what it counts in the whole
-global mini-batch. Policy losses by name are in ``workers.losses.policy``.
+A loss is the sum over the tokens of this rank, and what it counts. ``Gradients`` in ``workers.train.trainer`` divides
+by the count of the whole global mini-batch. Policy losses by name are in ``workers.losses.policy``.
 """
 
 from __future__ import annotations

@@ -32,6 +32,11 @@ LOSS_SIZE = "loss_size"
 """The key under which every report has the absolute value of the loss, before it is divided by the count."""
 
 
+OF_ROUTERS = {"moe_aux_loss", "moe_seq_aux_loss", "moe_global_aux_loss", "moe_z_loss"}
+OF_UPDATES = {"lr", "grad_norm", "optimizer_steps", "skipped_steps", "mfu", "mtp_loss", *OF_ROUTERS}
+"""Metrics of every update, and of router losses, which a loss must not report."""
+
+
 class Rule(enum.Enum):
     """A rule that reduces the reports of one metric to one number."""
 
@@ -49,12 +54,16 @@ def checked_rules(rules: Any, owner: str) -> Mapping[str, Rule]:
         owner: where they come from, for the error.
 
     Raises:
-        ConfigError: they are something else.
+        ConfigError: they are something else, or have the name of a metric in ``OF_UPDATES``.
     """
     if not isinstance(rules, Mapping) or not all(isinstance(rule, Rule) for rule in rules.values()):
         with before_changes():
             text = f"{owner} is {rules!r}; expected a dict of names and members of Rule: {', '.join(map(str, Rule))}"
             raise ConfigError(text, key="metrics", value=rules)
+    if taken := sorted(OF_UPDATES & rules.keys()):
+        with before_changes():
+            text = f"{owner} has {', '.join(taken)}, which every update reports: choose other names"
+            raise ConfigError(text, key="metrics", value=taken)
     return rules
 
 

@@ -167,6 +167,13 @@ def test_dispatch_takes_new_names_and_rejects_taken_ones() -> None:
         _ = Dispatch["OVER_TP"]
 
 
+def test_a_mode_that_is_built_in_cannot_be_removed() -> None:
+    with pytest.raises(DispatchError) as raised:
+        Dispatch.remove("ONE_TO_ALL")
+    assert raised.value.name == "ONE_TO_ALL"
+    assert Dispatch["ONE_TO_ALL"] is Dispatch.ONE_TO_ALL
+
+
 def test_dispatch_is_pickled_by_its_name() -> None:
     assert pickle.loads(pickle.dumps(Dispatch)) is Dispatch
 

@@ -145,7 +145,14 @@ def test_an_estimator_that_returns_no_value_of_every_token_is_an_error(returned:
 
 
 @pytest.mark.parametrize(
-    ("key", "names"), [("metrics", ("entropy",)), ("metrics", "far"), ("columns", "values"), ("unused", ("clip_rato",))]
+    ("key", "names"),
+    [
+        ("metrics", ("entropy",)),
+        ("metrics", ("training/rollout_kl",)),
+        ("metrics", "far"),
+        ("columns", "values"),
+        ("unused", ("clip_rato",)),
+    ],
 )
 def test_names_that_are_taken_unknown_or_letters_are_an_error(key: str, names: Any) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -106,6 +106,13 @@ def test_a_loss_that_would_train_nothing_or_returns_other_values_is_an_error() -
     assert caught.value.key == "forward_step"
 
 
+@pytest.mark.parametrize("name", ["lr", "grad_norm", "moe_z_loss"])
+def test_a_metric_with_the_name_of_one_of_every_update_is_an_error_before_it(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TokenLoss("mine", log_ratio_of_pairs, metrics={name: Rule.SUM})
+    assert caught.value.fields == {"key": "metrics", "value": [name]}
+
+
 class ConstantWithoutTargets(ActorRolloutRefWorker):
     def loss(self, rows: TokenBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         total, count, report = super().loss(rows, output)

@@ -41,6 +41,8 @@ _SHARED = "/dev/shm"
 class VllmRollout(Rollout):
     """Generates with engines that lie where ``place_engines`` has put them; each gets an even part of all rows.
 
+    A row is a request. An engine batches its requests by itself, at most ``rollout.max_rows`` at once.
+
     The first of an engine's ranks on each of its nodes starts its processes there, and puts the weights together for
     them; the first of these calls the engine. The rank of a shard that returns results sends the requests.
 
@@ -246,7 +248,7 @@ class VllmRollout(Rollout):
                 self._paths()
             raise
         except MControllerError:
-            if self.engine is not None and in_flight:
+            if in_flight:
                 self.engine.result()  # the next call is not answered with it
             raise
         return total
