@@ -30,7 +30,7 @@ ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", key="rollo
 
 @dataclass(frozen=True)
 class RolloutEngine:
-    """An engine that generates.
+    """An entry of the registry: how the rollout of an engine is checked and built.
 
     Attributes:
         check: raises ConfigError, with the key of the field, for what the engine cannot run. It is called in the

@@ -80,9 +80,10 @@ class Generated(NamedTuple):
 
 
 class Rollout(Protocol):
-    """An engine that generates responses: derive from it.
+    """What a worker has of an engine: its weights, its memory, and batches. Derive from it.
 
-    Every rank of the worker has one, and every method is called on every rank.
+    Every rank of the worker has one, and every method is called on every rank. An engine that takes requests by itself
+    is an ``Engine`` to those who send them.
     """
 
     @property
