@@ -73,7 +73,7 @@ def _all_reduce(collective: _Collective) -> _Collective:
         if op == dist.ReduceOp.PREMUL_SUM:
             tensor.mul_(_factor(op))
             op = dist.ReduceOp.SUM
-        if tensor.dtype != torch.bool:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.bool:  # torch rejects what is no tensor
             return contiguous(tensor, op, group=group, async_op=async_op)
         as_bytes = tensor.to(torch.uint8)
         contiguous(as_bytes, dist.ReduceOp.MAX if op == dist.ReduceOp.SUM else op, group=group)

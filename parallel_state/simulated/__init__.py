@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from parallel_state.simulated.errors import Deadlock as Deadlock
     from parallel_state.simulated.errors import Disagreement as Disagreement
     from parallel_state.simulated.errors import GroupOrderError as GroupOrderError
+    from parallel_state.simulated.errors import KeyNotSet as KeyNotSet
     from parallel_state.simulated.errors import NonMemberError as NonMemberError
     from parallel_state.simulated.errors import SharedStateWarning as SharedStateWarning
     from parallel_state.simulated.errors import SimulationError as SimulationError

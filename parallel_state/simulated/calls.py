@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from parallel_state.hangs.lines import SourceLine, call_text, group_label, group_text
+from parallel_state.simulated.errors import KeyNotSet
 
 
 @dataclass(eq=False, slots=True)
@@ -112,12 +114,16 @@ class KeyWait:
     Attributes:
         keys: the keys.
         line: the line of the program that waits.
+        seconds: the timeout; if no rank can go on, the wait with the shortest ends.
         done: whether all of them are set.
+        error: what the wait raises, if no rank will set them.
     """
 
     keys: Sequence[str]
     line: SourceLine
+    seconds: float = math.inf  # of a rank that polls
     done: bool = False
+    error: KeyNotSet | None = None
 
     def __str__(self) -> str:
         return f"store.wait({list(self.keys)})"

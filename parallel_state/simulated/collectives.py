@@ -138,7 +138,7 @@ def _ring_chunk(size: int, elements: int, element_size: int) -> int:
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
-    destination.detach().copy_(source.detach().reshape(destination.shape))
+    destination.data.copy_(source.detach().reshape(destination.shape))  # no new version for autograd, as of gloo
 
 
 def clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -222,7 +222,7 @@ def _all_to_all(calls: Sequence[Call]) -> None:
 def _all_to_all_single(calls: Sequence[Call]) -> None:
     sent = [torch.split(call.inputs[0].detach().clone(), call.options["sends"]) for call in calls]
     for call in calls:
-        for source, output in enumerate(torch.split(call.outputs[0].detach(), call.options["receives"])):
+        for source, output in enumerate(torch.split(call.outputs[0].data, call.options["receives"])):
             _copy(output, sent[source][call.index])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.distributed import DistStoreError
+
 from parallel_state.errors import ParallelStateError
 
 
@@ -17,6 +19,10 @@ class SimulationError(ParallelStateError):
 
 class Deadlock(SimulationError):
     """No rank can go on: each waits for another one, or for one that has ended."""
+
+
+class KeyNotSet(Deadlock, DistStoreError):
+    """A rank waits for a key of the store, and no rank will set it: the wait ends as at the end of its timeout."""
 
 
 class CollectiveMismatch(SimulationError):

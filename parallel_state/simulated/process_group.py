@@ -101,12 +101,16 @@ class SimulatedGroup(dist.ProcessGroup):
     @property
     def group_desc(self) -> str:
         """The description passed to ``new_group``."""
-        return self.shared.description
+        return self.shared.description or "undefined"
 
     @property
     def _device_types(self) -> list[torch.device]:
         """The devices whose tensors the group takes."""
         return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> SimulatedGroup:
+        """Return the group, which is its own backend."""
+        return self
 
     def name(self) -> str:
         """Return the backend's name."""
@@ -298,7 +302,7 @@ class SimulatedStore(dist.Store):
 
     Args:
         values: the values by key, which all ranks share.
-        wait_for_keys: lets other ranks run until all keys are set.
+        wait_for_keys: lets other ranks run until all keys are set, or raises KeyNotSet; gets the timeout too.
         poll: lets other ranks run once, for a rank that asks again and again for keys.
         keys_changed: lets ranks go on whose keys are set.
     """
@@ -306,7 +310,7 @@ class SimulatedStore(dist.Store):
     def __init__(
         self,
         values: dict[str, bytes],
-        wait_for_keys: Callable[[Sequence[str]], None],
+        wait_for_keys: Callable[[Sequence[str], datetime.timedelta], None],
         poll: Callable[[Sequence[str]], None],
         keys_changed: Callable[[], None],
     ) -> None:
@@ -321,7 +325,7 @@ class SimulatedStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Return the value of a key; wait until it is set."""
-        self._wait_for_keys([key])
+        self._wait_for_keys([key], self.timeout)
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
@@ -347,7 +351,7 @@ class SimulatedStore(dist.Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys; wait until all are set."""
-        self._wait_for_keys(keys)
+        self._wait_for_keys(keys, self.timeout)
         return [self._values[key] for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -360,8 +364,8 @@ class SimulatedStore(dist.Store):
         return True
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Wait until all keys are set; there is no timeout."""
-        self._wait_for_keys(keys)
+        """Wait until all keys are set. The timeout ends when no rank can go on, not with the clock."""
+        self._wait_for_keys(keys, self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set; other ranks run first if not."""
@@ -382,6 +386,3 @@ class SimulatedStore(dist.Store):
         return self
 
     deleteKey, getNumKeys = delete_key, num_keys  # the names by which a PrefixStore calls them
-
-    def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Do nothing: there is no timeout."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parallel_state.simulated.calls import Call, KeyWait
-from parallel_state.simulated.errors import RankStopped, SimulationError, UnsupportedError
+from parallel_state.simulated.errors import RankStopped, UnsupportedError
 
 Waiting = Call | KeyWait
 
@@ -65,7 +65,7 @@ class Scheduler:
         world_size: the number of ranks.
         seed: None for round robin; otherwise the next rank is drawn from this seed among those that can go on.
         on_switch: called with the rank that runs next, in the thread of the one before it.
-        deadlock: returns the error to raise if no rank can go on.
+        on_stall: called if no rank can go on; it wakes one, or calls ``fail``.
         on_error: called with the rank that raised first and its error, before the others are ended.
 
     Attributes:
@@ -79,14 +79,14 @@ class Scheduler:
         world_size: int,
         seed: int | None,
         on_switch: Callable[[int], None],
-        deadlock: Callable[[], SimulationError],
+        on_stall: Callable[[], None],
         on_error: Callable[[int, BaseException], None],
     ) -> None:
         self.ranks = [RankThread(rank) for rank in range(world_size)]
         self.current: RankThread | None = None
         self.failure: BaseException | None = None
         self._random = None if seed is None else random.Random(seed)
-        self._on_switch, self._deadlock, self._on_error = on_switch, deadlock, on_error
+        self._on_switch, self._on_stall, self._on_error = on_switch, on_stall, on_error
         self._ready: deque[RankThread] = deque()
         self._all_ended = threading.Event()
         self._idle_polls = 0
@@ -147,15 +147,13 @@ class Scheduler:
         rank.waits_for = None
 
     def give_way(self, polls: Waiting | None = None) -> None:
-        """Let other ranks run once; a deadlock if all ranks do nothing but ask whether something is done."""
+        """Let other ranks run once; a stall if all ranks do nothing but ask whether something is done."""
         rank = self.running()
         rank.polls = polls or rank.polls
         self._idle_polls += polls is not None
         if self._idle_polls > _IDLE_POLLS * len(self.ranks):
-            for other in self.ranks:
-                other.waits_for = other.waits_for or other.polls
-            self.fail(self._deadlock())
-            raise RankStopped
+            self._on_stall()
+            self.check_running()
         if self._ready:
             self._ready.append(rank)
             self._park(rank)
@@ -216,7 +214,7 @@ class Scheduler:
         following = self._next()
         if following is None and any(not rank.ended for rank in self.ranks):
             self.current = None
-            self.fail(self._deadlock())
+            self._on_stall()
             following = self._next()
         if following is None:
             self.current = None

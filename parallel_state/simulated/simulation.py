@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import importlib
 import os
@@ -26,6 +27,7 @@ from parallel_state.simulated.calls import Call, KeyWait
 from parallel_state.simulated.checkpoint_writer import in_process_writers
 from parallel_state.simulated.errors import (
     Deadlock,
+    KeyNotSet,
     NonMemberError,
     RankStopped,
     SimulationError,
@@ -42,6 +44,7 @@ from parallel_state.simulated.shared_writes import shared_values, warn_of_writes
 from parallel_state.simulated.trace import CommunicationTrace
 from parallel_state.topology import Topology
 
+_NOT_IN_COLLECTIVES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 _RENDEZVOUS: Any = importlib.import_module("torch.distributed.rendezvous")
 
 
@@ -92,10 +95,10 @@ class Simulation:
         self._trace = trace
         self._key_waits: dict[int, KeyWait] = {}
         self._handled: dict[int, str] = {}  # by ranks that made their last call while they handled an exception
+        self._profiled: int | None = None  # the rank whose profiler runs
         self._with_own_modules: set[int] = set()
         self._thread_state = dict.fromkeys(range(self.world_size), (torch.get_default_device(), True))
-        deadlock = functools.partial(_deadlock, self)
-        self._scheduler = Scheduler(self.world_size, seed, self._switch_to, deadlock, self._on_error)
+        self._scheduler = Scheduler(self.world_size, seed, self._switch_to, self._on_stall, self._on_error)
         replacements = {rank: _same_on_every_rank() | self._replacements(rank) for rank in self._running}
         self._own_modules = OwnModules(modules)
         names = {owner: tuple(values) for owner, values in replacements[self._running[0]].items()}
@@ -233,21 +236,25 @@ class Simulation:
         if self._is_rank():
             self._scheduler.give_way(KeyWait(keys, calling_line()))
 
-    def _wait_for_keys(self, keys: Sequence[str]) -> None:
-        """Let other ranks run until keys of the store are set."""
+    def _wait_for_keys(self, keys: Sequence[str], timeout: datetime.timedelta) -> None:
+        """Let other ranks run until keys of the store are set; raise KeyNotSet if no rank will set them."""
         if not all(key in self._values for key in keys):
             with self._failing():
                 self._check_thread("wait for keys of the store")
-            waiting = KeyWait(keys, calling_line())
+            waiting = KeyWait(keys, calling_line(), timeout.total_seconds())
             rank = self._scheduler.running().rank
             self._key_waits[rank] = waiting
-            self._scheduler.wait(waiting)
-            del self._key_waits[rank]
+            try:
+                self._scheduler.wait(waiting)
+            finally:
+                del self._key_waits[rank]
+            if waiting.error is not None:
+                raise waiting.error
 
     def _keys_changed(self) -> None:
         """Let ranks go on whose keys of the store are set."""
         for waiting in self._key_waits.values():
-            waiting.done = all(key in self._values for key in waiting.keys)
+            waiting.done = waiting.error is not None or all(key in self._values for key in waiting.keys)
         self._scheduler.wake({rank: waiting for rank, waiting in self._key_waits.items() if waiting.done})
 
     @contextlib.contextmanager
@@ -271,10 +278,14 @@ class Simulation:
                 ranks=(current,),
             )
         for tensor in (*call.inputs, *call.outputs):
+            reason = ""
             if tensor.device.type not in self._exchange.devices:
+                reason = f"on {tensor.device}; simulated ranks compute on the CPU and have no CUDA streams"
+            elif tensor.dtype in _NOT_IN_COLLECTIVES and not call.is_transfer:
+                reason = f"of {tensor.dtype}, which neither gloo nor NCCL has: pass it as torch.int32, or as bytes"
+            if reason:
                 raise UnsupportedError(
-                    f"{self.describe(call.rank)}: {call.operation} of a tensor on {tensor.device}; simulated ranks "
-                    f"compute on the CPU and have no CUDA streams\n    at {call.line}",
+                    f"{self.describe(call.rank)}: {call.operation} of a tensor {reason}\n    at {call.line}",
                     ranks=(call.rank,),
                 )
 
@@ -313,6 +324,18 @@ class Simulation:
         self._scheduler.fail(error)
         self.close()
         raise error
+
+    def _on_stall(self) -> None:
+        """End the wait for keys of the store that has the shortest timeout; without one, all ranks: a deadlock."""
+        waits = {rank: waiting for rank, waiting in self._key_waits.items() if not waiting.done}
+        if not waits:
+            for state in self.ranks:
+                state.waits_for = state.waits_for or state.polls
+            self._scheduler.fail(_deadlock(self, Deadlock))
+            return
+        rank = min(waits, key=lambda waiting: waits[waiting].seconds)
+        waits[rank].error, waits[rank].done = _deadlock(self, KeyNotSet), True
+        self._scheduler.wake({rank: waits[rank]})
 
     def _on_error(self, rank: int, error: BaseException) -> None:
         if not isinstance(error, SimulationError):
@@ -378,6 +401,12 @@ class Simulation:
             self._scheduler.check_running()
             with self._failing():
                 self._check_thread("new_group")
+                if size == 0:
+                    raise UnsupportedError(
+                        f"{self.describe(rank)} calls new_group([]); expected at least one rank, as torch's own groups "
+                        f"of processes do, or None for all ranks\n    at {calling_line()}",
+                        ranks=(rank,),
+                    )
                 shared = self._groups.create(rank, tuple(ranks), name, group_desc or "")
                 if rank not in shared.ranks:
                     return c10d.GroupMember.NON_GROUP_MEMBER, None
@@ -436,9 +465,30 @@ class Simulation:
                 )
             return created(cls, *args, **options)
 
+        profiler: Any = torch.autograd.profiler
+        prepare, enable, disable = profiler._prepare_profiler, profiler._enable_profiler, profiler._disable_profiler
+
+        def profile(start: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            if self._profiled not in (None, rank):
+                reject(
+                    f"starts a profiler of torch while that of rank {self._profiled} runs",
+                    "simulated ranks are threads of one process, which has one profiler: profile one of them",
+                )
+            self._profiled = rank
+            return start(*args, **options)
+
+        def end_profile() -> Any:
+            self._profiled = None
+            return disable()
+
         return {
             os: {"fork": fork, "forkpty": fork},
             torch.cuda.Stream: {"__new__": staticmethod(new_stream)},
+            profiler: {
+                "_prepare_profiler": functools.partial(profile, prepare),
+                "_enable_profiler": functools.partial(profile, enable),
+                "_disable_profiler": end_profile,
+            },
         }
 
 
@@ -452,12 +502,12 @@ def _same_on_every_rank() -> dict[Any, dict[str, Any]]:
 # ---- the text of a deadlock: its cause, and for every rank where it is and whom it waits for -----------------------
 
 
-def _deadlock(simulation: Simulation) -> Deadlock:
+def _deadlock(simulation: Simulation, kind: type[Deadlock]) -> Deadlock:
     positions = _positions(simulation)
     cause, ranks = cause_of(simulation, positions) or _without_keys(simulation, positions)
     size = len(simulation.ranks)
     head = f"{cause}\n\nnone of the {len(positions)} ranks that have not ended can go on ({size} ranks in all)"
-    return Deadlock(f"{head}\n\n{stories(simulation, positions)}", ranks=ranks)
+    return kind(f"{head}\n\n{stories(simulation, positions)}", ranks=ranks)
 
 
 def _positions_text(simulation: Simulation) -> str:

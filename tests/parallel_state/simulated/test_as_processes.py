@@ -6,6 +6,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from parallel_state.errors import ParallelStateError
 from parallel_state.hangs.lines import calling_line
+from parallel_state.layout import ParallelLayout
 from parallel_state.simulated import CollectiveMismatch, SharedStateWarning, SimulationError, run_ranks
 
 pytestmark = pytest.mark.simulated
@@ -93,6 +96,47 @@ def test_the_default_store_works_after_initialization() -> None:
     exchanged = [b"values", b"new", b"first", b"unset"]
     expected = (4, [b"values", b"1", b"2"], exchanged, (True, False, False), True, False)
     assert run_ranks(2, compute) == [expected] * 2
+
+
+def test_a_wait_for_a_key_that_no_rank_sets_ends_as_at_its_timeout() -> None:
+    def compute() -> list[bytes]:
+        store, rank = dist.PrefixStore("of all", c10d._get_default_store()), dist.get_rank()
+        if rank == 0:  # the others wait too, longer
+            store.set_timeout(timedelta(seconds=2))
+            for wait in (partial(store.wait, ["unset"], timedelta(seconds=1)), partial(store.get, "unset")):
+                with pytest.raises(dist.DistStoreError):
+                    wait()
+            store.set("late", "value")
+        if rank == 1:
+            while not store.check(["late"]):
+                pass
+        store.wait(["late"], timedelta(seconds=400))
+        dist.barrier()
+        return store.get("late")
+
+    assert run_ranks(3, compute) == [b"value"] * 3
+
+
+def test_collectives_make_no_new_version_for_autograd() -> None:
+    def compute() -> list[float]:
+        weight, factor = torch.ones(2, requires_grad=True), torch.full((2,), 2.0)
+        product = (weight * factor).sum()  # whose backward pass needs the factor
+        dist.all_reduce(factor)
+        dist.all_to_all_single(factor, factor.clone())
+        product.backward()
+        return weight.grad.tolist()  # type: ignore[no-any-return, union-attr]
+
+    assert run_ranks(2, compute) == [[4.0, 4.0]] * 2
+
+
+def test_the_timeouts_of_megatrons_groups_can_be_changed() -> None:
+    def compute() -> str:
+        from megatron.core import parallel_state as mpu
+
+        mpu.update_pg_timeout(timedelta(seconds=5), mpu.get_data_parallel_group())
+        return dist.new_group([0, 1]).group_desc
+
+    assert run_ranks(ParallelLayout(2), compute) == ["undefined"] * 2
 
 
 def test_the_state_dict_of_one_rank_is_broadcast() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ from parallel_state.simulated import (
     Deadlock,
     Disagreement,
     GroupOrderError,
+    KeyNotSet,
     NonMemberError,
     SimulationError,
     UnfinishedCalls,
@@ -126,7 +128,7 @@ def test_a_key_that_no_rank_sets_is_the_cause_for_ranks_in_collectives_too() -> 
             c10d._get_default_store().wait(["never"])
         dist.barrier()
 
-    error = report(Deadlock, 4, wait)
+    error = report(KeyNotSet, 4, wait)
     assert error.ranks == (2,)
     assert str(error).startswith("no rank will set the keys of store.wait(['default_pg/never'])\n")
 
@@ -337,6 +339,24 @@ def test_fork_is_rejected() -> None:
 
     for forks in (lambda: os.fork(), lambda: os.forkpty(), start_process):
         assert "rank 0 forks this process" in str(report(UnsupportedError, 2, forks))
+
+
+def test_one_rank_may_use_the_profiler_of_torch_and_two_at_once_are_rejected() -> None:
+    def compute(profiled: int) -> None:
+        with torch.profiler.profile() if dist.get_rank() < profiled else contextlib.nullcontext():
+            dist.barrier()
+
+    run_ranks(2, compute, 1)
+    assert report(UnsupportedError, 2, lambda: compute(2)).ranks == (1,)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint32])
+def test_a_type_that_backends_do_not_have_is_rejected_in_collectives(dtype: torch.dtype) -> None:
+    assert report(UnsupportedError, 2, lambda: dist.all_reduce(torch.ones(2, dtype=dtype))).ranks == (0,)
+
+
+def test_a_new_group_without_ranks_is_rejected() -> None:
+    assert report(UnsupportedError, 2, lambda: dist.new_group([])).ranks == (0,)
 
 
 def test_streams_of_cuda_are_rejected_but_those_of_megatron() -> None:
