@@ -33,7 +33,7 @@ def shared_values(is_own: Callable[[str], bool]) -> SharedValues:
     """
     owners: list[Any] = [sys.modules[name] for name in _ALSO]
     for name, module in list(sys.modules.items()):
-        if _is_users(module) and not is_own(name):
+        if is_users(module) and not is_own(name):
             classes = [value for value in vars(module).values() if isinstance(value, type)]
             owners += [module, *(one for one in classes if one.__module__ == name)]
     return {owner: dict(vars(owner)) for owner in owners}
@@ -61,6 +61,7 @@ def _name(owner: Any) -> str:
     return owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
 
 
-def _is_users(module: Any) -> bool:
+def is_users(module: Any) -> bool:
+    """Whether a module is neither of Python, nor installed, nor of this project."""
     path = getattr(module, "__file__", None)
     return isinstance(path, str) and not path.startswith(_NOT_OF_A_USER)

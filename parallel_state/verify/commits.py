@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 import parallel_state
+from parallel_state.simulated.shared_writes import is_users
 from parallel_state.verify.program import VerifyError, load_program
 from parallel_state.verify.results import Record, Result, hash_of
 from parallel_state.verify.verifier import Verifier
@@ -110,8 +111,8 @@ class History:
             name: f"{hash_of(program.rpartition(':')[0])} {' '.join(versions)}"
             for name, program in self.programs.items()
         }
-        folders = {name: Path(program.rpartition("/")[0] or ".") for name, program in self.programs.items()}
-        self._record = Record(record, contents, folders)
+        self._folders = {name: Path(program.rpartition("/")[0] or ".") for name, program in self.programs.items()}
+        self._record = Record(record, contents, self._folders)
 
     def __enter__(self) -> History:
         self._temporary = tempfile.TemporaryDirectory(prefix="verify-")
@@ -198,7 +199,7 @@ class History:
         else:
             *_, last = done.stderr.splitlines() or [""]
             written = {program: {"failure": f"exit status {done.returncode}: {last}"} for program in programs}
-        results = {name: self._result(index, tree, written[self.programs[name]]) for name in names}
+        results = {name: self._result(index, tree, name, written[self.programs[name]]) for name in names}
         self._store.parent.mkdir(parents=True, exist_ok=True)
         with self._store.open("a") as file:
             for name, result in results.items():
@@ -206,14 +207,20 @@ class History:
                 file.write(json.dumps({"key": self._keys[name], **asdict(result)}) + "\n")
         return results
 
-    def _result(self, index: int, tree: Path, written: dict[str, Any]) -> Result:
-        """Return a result with the hashes of the files that it depends on: after a failure, all."""
+    def _result(self, index: int, tree: Path, name: str, written: dict[str, Any]) -> Result:
+        """Return a result with the hashes of the files that it depends on.
+
+        After a failure, these are all of Megatron, and those beside the program: one may be what cannot be imported.
+        """
         listed, imported = self._tree(index), written.pop("imported", [])
         in_tree = [os.path.relpath(path, tree) for path in imported if Path(path).is_relative_to(tree)]
         if not written.get("failure") and not in_tree:
             raise VerifyError(f"a program imports Megatron from elsewhere than {tree}: look for it beside the program")
-        beside = [path for path in imported if not Path(path).is_relative_to(tree)]
-        files = listed if written.get("failure") else {path: listed[path] for path in in_tree if path in listed}
+        beside = {path for path in imported if not Path(path).is_relative_to(tree)}
+        files = {path: listed[path] for path in in_tree if path in listed}
+        if written.get("failure"):
+            files = listed
+            beside |= {str(path.absolute()) for path in self._folders[name].glob("*.py")}
         return Result(**written, files={**files, **{path: hash_of(path) for path in beside}})
 
 
@@ -250,11 +257,14 @@ def _verified(program: str, steps: int, layouts: Sequence[str]) -> dict[str, Any
     except Exception as error:  # whatever Megatron raises at this commit: it is the result
         result["failure"] = f"{type(error).__name__}: {error}".partition("\n")[0]
     result["seconds"] = time.process_time() - began
-    files = [str(getattr(module, "__file__", None)) for module in list(sys.modules.values())]
     source = program.rpartition(":")[0]
     module = sys.modules.get(Path(source).stem if source.endswith(".py") else source)
-    folders = Path.cwd(), Path(getattr(module, "__file__", None) or source).parent
-    result["imported"] = [file for file in files if any(Path(file).is_relative_to(folder) for folder in folders)]
+    folder = Path(getattr(module, "__file__", None) or source).parent
+    result["imported"] = [
+        str(module.__file__)
+        for module in list(sys.modules.values())
+        if is_users(module) or Path(getattr(module, "__file__", None) or os.sep).is_relative_to(folder)
+    ]
     return result
 
 

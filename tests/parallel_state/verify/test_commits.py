@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -120,6 +121,28 @@ def test_a_failure_is_a_result_and_is_tried_again_if_any_file_changes(checkout: 
     assert first.failure == second.failure == "SyntaxError" and first.is_regression(before)
 
 
+@pytest.mark.processes
+def test_a_failure_is_tried_again_if_a_file_beside_the_program_changes(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = checkout.parent / "team"
+    team.mkdir()
+    (team / "model.py").write_text("import losses")
+    (team / "losses.py").write_text("this is a syntax error")
+    monkeypatch.setattr(commits, "_CHILD", "raise SystemExit('SyntaxError')")
+
+    def runs() -> int:
+        results.hash_of.cache_clear()
+        program, record = f"{team / 'model.py'}:program", checkout.parent / "record.json"
+        with History(checkout, "main..main", [program], cache=checkout.parent / "cache", record=record) as of_range:
+            assert [one["model"].failure != "" for _, one in of_range.verified()] == [True]
+            return of_range.runs
+
+    assert [runs(), runs()] == [1, 0]
+    (team / "losses.py").write_text("repaired = True")
+    assert runs() == 1
+
+
 def test_changes_are_named() -> None:
     before = Result("a", {"tp=2": "", "pp=2": "loss"}, {"tp=2": "1", "pp=2": "1"})
     assert before.changes(before) == []
@@ -154,10 +177,17 @@ def test_a_program_that_fails_at_all_commits_is_a_failure(checkout: Path) -> Non
 
 
 @pytest.mark.simulated
-def test_a_process_writes_results_and_the_files_that_they_depend_on(tmp_path: Path) -> None:
-    output, program = tmp_path / "results.json", f"{EXAMPLES / 'gpt.py'}:program"
+def test_a_process_writes_results_and_the_files_that_they_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, program = tmp_path / "results.json", "team_of_commits.model:program"
+    (tmp_path / "team_of_commits").mkdir()
+    (tmp_path / "team_of_commits" / "model.py").write_text("from common_of_commits import program")
+    shutil.copy(EXAMPLES / "gpt.py", tmp_path / "common_of_commits.py")
+    monkeypatch.syspath_prepend(tmp_path)
     write_results(str(output), "1", "pp=2", program, "no_such_file.py:program")
     results = json.loads(output.read_text())
     assert results[program]["layouts"] == {"pp=2": ""} and len(results[program]["fingerprint"]) == 16
-    assert str(EXAMPLES / "gpt.py") in results[program]["imported"]
+    imported = {Path(file) for file in results[program]["imported"]}
+    assert {tmp_path / "team_of_commits" / "model.py", tmp_path / "common_of_commits.py"} <= imported
     assert results["no_such_file.py:program"]["failure"].startswith("VerifyError")
