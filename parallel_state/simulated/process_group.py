@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -301,37 +301,28 @@ class SimulatedStore(dist.Store):
     """The key-value store of the ranks, for their rendezvous; a key that is not set lets other ranks run until it is.
 
     Args:
+        simulation: the ``Simulation``, which lets other ranks run.
         values: the values by key, which all ranks share.
-        wait_for_keys: lets other ranks run until all keys are set, or raises KeyNotSet; gets the timeout too.
-        poll: lets other ranks run once, for a rank that asks again and again for keys.
-        keys_changed: lets ranks go on whose keys are set.
     """
 
-    def __init__(
-        self,
-        values: dict[str, bytes],
-        wait_for_keys: Callable[[Sequence[str], datetime.timedelta], None],
-        poll: Callable[[Sequence[str]], None],
-        keys_changed: Callable[[], None],
-    ) -> None:
+    def __init__(self, simulation: Any, values: dict[str, bytes]) -> None:
         super().__init__()
-        self._values, self._wait_for_keys, self._keys_changed = values, wait_for_keys, keys_changed
-        self._poll = poll
+        self._simulation, self._values = simulation, values
 
     def set(self, key: str, value: Any) -> None:
         """Set a key."""
         self._values[key] = _bytes(value)
-        self._keys_changed()
+        self._simulation.keys_changed()
 
     def get(self, key: str) -> bytes:
         """Return the value of a key; wait until it is set."""
-        self._wait_for_keys([key], self.timeout)
+        self._simulation.wait_for_keys([key], self.timeout)
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, and return it; other ranks run first if 0 is added."""
         if not amount:
-            self._poll([key])
+            self._simulation.poll_keys([key])
         total = int(self._values.get(key, b"0")) + amount
         self.set(key, str(total))
         return total
@@ -346,12 +337,12 @@ class SimulatedStore(dist.Store):
         if (now or b"") == _bytes(expected):
             self.set(key, desired)
             return _bytes(desired)
-        self._poll([key])
+        self._simulation.poll_keys([key])
         return _bytes(expected) if now is None else now
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys; wait until all are set."""
-        self._wait_for_keys(keys, self.timeout)
+        self._simulation.wait_for_keys(keys, self.timeout)
         return [self._values[key] for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -365,12 +356,12 @@ class SimulatedStore(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         """Wait until all keys are set. The timeout ends when no rank can go on, not with the clock."""
-        self._wait_for_keys(keys, self.timeout if timeout is None else timeout)
+        self._simulation.wait_for_keys(keys, self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set; other ranks run first if not."""
         if not all(key in self._values for key in keys):
-            self._poll(keys)
+            self._simulation.poll_keys(keys)
         return all(key in self._values for key in keys)
 
     def delete_key(self, key: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from urllib.parse import parse_qsl, urlsplit
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from parallel_state.errors import LayoutError
@@ -231,12 +232,12 @@ class Simulation:
             self._scheduler.give_way(call)
         return call.done
 
-    def _poll_keys(self, keys: Sequence[str]) -> None:
+    def poll_keys(self, keys: Sequence[str]) -> None:
         """Let other ranks run once, which may change keys of the store."""
         if self._is_rank():
             self._scheduler.give_way(KeyWait(keys, calling_line()))
 
-    def _wait_for_keys(self, keys: Sequence[str], timeout: datetime.timedelta) -> None:
+    def wait_for_keys(self, keys: Sequence[str], timeout: datetime.timedelta) -> None:
         """Let other ranks run until keys of the store are set; raise KeyNotSet if no rank will set them."""
         if not all(key in self._values for key in keys):
             with self._failing():
@@ -251,7 +252,7 @@ class Simulation:
             if waiting.error is not None:
                 raise waiting.error
 
-    def _keys_changed(self) -> None:
+    def keys_changed(self) -> None:
         """Let ranks go on whose keys of the store are set."""
         for waiting in self._key_waits.values():
             waiting.done = waiting.error is not None or all(key in self._values for key in waiting.keys)
@@ -381,8 +382,7 @@ class Simulation:
 
     def _replacements(self, rank: int) -> dict[Any, dict[str, Any]]:
         """Return the functions that this rank replaces: object -> name -> function."""
-        store = SimulatedStore(self._values, self._wait_for_keys, self._poll_keys, self._keys_changed)
-        self._stores.append(store)  # torch has a reference to its C++ part alone
+        store = self._new_store()
 
         def meet(url: str, **_: Any) -> Iterator[Any]:
             given = {"rank": rank, "world_size": self.world_size}
@@ -428,6 +428,13 @@ class Simulation:
             if self._is_rank():  # for a file, say, that another rank will write
                 self._scheduler.give_way()
 
+        def tcp_store(host_name: str, port: int, world_size: int | None = None, is_master: bool = False,
+                      timeout: datetime.timedelta | None = None, **_: Any) -> dist.Store:  # fmt: skip
+            return self._new_store(f"tcp://{host_name}:{port}", timeout)
+
+        def file_store(file_name: str, world_size: int = -1) -> dist.Store:
+            return self._new_store(f"file://{os.path.abspath(file_name)}")
+
         functions: dict[str, Any] = {
             "_new_process_group_helper": new_group,
             "_warn_not_in_group": not_in_group,
@@ -436,10 +443,19 @@ class Simulation:
         handlers = dict.fromkeys(_RENDEZVOUS._rendezvous_handlers, meet)
         return {
             c10d: functions,
+            dist: {"TCPStore": tcp_store, "FileStore": file_store},  # real ones wait in C++, while no other rank runs
             _RENDEZVOUS: {"_rendezvous_handlers": handlers},
             time: {"sleep": sleep},
             **self._rejections(rank),
         }
+
+    def _new_store(self, prefix: str = "", timeout: datetime.timedelta | None = None) -> dist.Store:
+        """Return a store of a rank: that of the ranks, or the part of it that is in place of one at an address."""
+        store = SimulatedStore(self, self._values)
+        self._stores.append(store)  # torch has a reference to its C++ part alone
+        if timeout is not None:
+            store.set_timeout(timeout)
+        return dist.PrefixStore(prefix, store) if prefix else store
 
     def _rejections(self, rank: int) -> dict[Any, dict[str, Any]]:
         """Return the functions that raise UnsupportedError on this rank."""

@@ -179,6 +179,19 @@ def test_rendezvous_of_a_url_returns_the_simulated_store() -> None:
     assert run_ranks(2, compute) == [(0, 2, b"from 1"), (1, 2, b"from 0")]
 
 
+def test_stores_at_an_address_and_in_a_file_are_simulated(tmp_path: Path) -> None:
+    def compute() -> list[bytes]:
+        rank = dist.get_rank()
+        stores = dist.TCPStore("localhost", 1, 2, rank == 0, timedelta(seconds=1)), dist.FileStore(str(tmp_path / "a"))
+        for store in stores:
+            store.set(str(rank), f"from {rank}")
+        with pytest.raises(dist.DistStoreError):
+            stores[rank].get("unset")
+        return [store.get(str(1 - rank)) for store in stores]
+
+    assert run_ranks(2, compute) == [[b"from 1"] * 2, [b"from 0"] * 2]
+
+
 def test_rendezvous_as_another_rank_is_reported() -> None:
     with pytest.raises(SimulationError) as caught:
         run_ranks(2, lambda: next(dist.rendezvous("tcp://127.0.0.1:1", rank=5, world_size=2)))
