@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory, self.device = memory, device
         self.transformer_engine = False
         self.flops = self._operations = 0
-        self.read = ValuesRead()
+        self.read: ValuesRead = Counter()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -13,7 +13,7 @@ from torch.amp import autocast_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from parallel_state.dry_run.counting import counts_transformer_engine, running_mode
-from parallel_state.dry_run.values import BRANCH, value_of
+from parallel_state.dry_run.values import BRANCH, note_read, value_of
 
 _META = torch.device("meta")
 _functional = torch.nn.functional
@@ -50,7 +50,7 @@ def _as_bool(function: Any, tensor: torch.Tensor) -> bool:
     mode = running_mode()
     if mode is None or not tensor.is_meta or tensor.numel() != 1 or value_of(tensor) is not None:
         return bool(function(tensor))
-    mode.read.add(BRANCH)
+    note_read(mode.read, BRANCH)
     return tensor.dtype != torch.bool
 
 

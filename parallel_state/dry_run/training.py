@@ -138,7 +138,7 @@ def used(mode: CountingMode, idle: dict[str, int], models: list[torch.nn.Module]
         module=module,
         line=memory.line,
         flops=mode.flops,
-        read=dict(mode.read.lines),
+        read=dict(mode.read),
         experts=sum(parameter.numel() for parameter in experts),
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         trained_experts=sum(parameter.numel() for parameter in experts if parameter.requires_grad),

@@ -24,20 +24,14 @@ class UnknownValue(Exception):
     """A value that nobody knows decides about a shape."""
 
 
-class ValuesRead:
-    """The values that a rank read and nobody knows, by line of the program.
+ValuesRead = Counter[tuple[str, str]]
+"""How many values a rank read that nobody knows, by line of the program and by what read them."""
 
-    Attributes:
-        lines: how many were read, by line and by what read them.
-    """
 
-    def __init__(self) -> None:
-        self.lines: Counter[tuple[str, str]] = Counter()
-
-    def add(self, what: str) -> None:
-        """Record that the running line reads a value."""
-        place = calling_line()
-        self.lines[place.through or place.line, what] += 1
+def note_read(read: ValuesRead, what: str) -> None:
+    """Count a value that the running line reads."""
+    place = calling_line()
+    read[place.through or place.line, what] += 1
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -131,7 +125,7 @@ def _to_copy(read: ValuesRead, func: Any, args: Any, kwargs: Any) -> Any:
 def _to_host(read: ValuesRead, source: torch.Tensor) -> torch.Tensor:
     value = value_of(source)
     if value is None:
-        read.add("copied to the host")
+        note_read(read, "copied to the host")
         value = torch.full(source.shape, source.dtype != torch.bool, dtype=source.dtype)
     return value
 
@@ -160,7 +154,7 @@ def _item(read: ValuesRead, func: Any, args: Any, kwargs: Any) -> Any:
     value = value_of(source)
     if value is not None:
         return value.item()
-    read.add("read on the host")
+    note_read(read, "read on the host")
     return False if source.dtype == torch.bool else 1.0 if source.is_floating_point() else 1
 
 
@@ -170,7 +164,7 @@ def _equal(read: ValuesRead, func: Any, args: Any, kwargs: Any) -> Any:
     values = [value_of(tensor) for tensor in args[:2]]
     if None not in values:
         return torch.equal(*values)  # type: ignore[arg-type]
-    read.add("compared on the host")
+    note_read(read, "compared on the host")
     return args[0].shape == args[1].shape
 
 

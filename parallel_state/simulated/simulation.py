@@ -481,8 +481,8 @@ class Simulation:
                 )
             return created(cls, *args, **options)
 
-        profiler: Any = torch.autograd.profiler
-        prepare, enable, disable = profiler._prepare_profiler, profiler._enable_profiler, profiler._disable_profiler
+        of_profiler = vars(torch.autograd.profiler)
+        disable = of_profiler["_disable_profiler"]
 
         def profile(start: Callable[..., Any], *args: Any, **options: Any) -> Any:
             if self._profiled not in (None, rank):
@@ -500,9 +500,9 @@ class Simulation:
         return {
             os: {"fork": fork, "forkpty": fork},
             torch.cuda.Stream: {"__new__": staticmethod(new_stream)},
-            profiler: {
-                "_prepare_profiler": functools.partial(profile, prepare),
-                "_enable_profiler": functools.partial(profile, enable),
+            torch.autograd.profiler: {
+                "_prepare_profiler": functools.partial(profile, of_profiler["_prepare_profiler"]),
+                "_enable_profiler": functools.partial(profile, of_profiler["_enable_profiler"]),
                 "_disable_profiler": end_profile,
             },
         }

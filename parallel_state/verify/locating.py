@@ -12,13 +12,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel_state.simulated import CommunicationTrace, Transfer, run_ranks
-from parallel_state.simulated.trace import LinesOfOperations
 from parallel_state.verify.comparing import OneProcess, error_between, rank_and_coordinates, tolerance
 from parallel_state.verify.layouts import ONE_PROCESS, Variant
 from parallel_state.verify.marks import missing_mark
-from parallel_state.verify.outcome import Difference, DifferingModule
+from parallel_state.verify.outcome import Difference, DifferingModule, Outcome
 from parallel_state.verify.program import Program
-from parallel_state.verify.recording import ModuleCall, StepRecords, record_step
+from parallel_state.verify.recording import LinesOfOperations, ModuleCall, StepRecords, record_step
 from parallel_state.verify.training import training_of
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -49,55 +48,33 @@ class _Recorded:
     ended: int = 0  # the number of calls in the trace of the ranks when the gradients were finalized
 
 
-@dataclasses.dataclass
-class Located:
-    """Where differences begin.
-
-    Attributes:
-        place: the first module that differs; None if no activation and no gradient of one does.
-        notes: for (rank, parameter) what the finalized gradient is instead.
-        finalized_by: if no activation differs, what the rank communicated between the backward pass and the update.
-    """
-
-    place: DifferingModule | None
-    notes: dict[tuple[int, str], str]
-    finalized_by: tuple[str, ...] = ()
-
-    def noted(self, difference: Difference) -> Difference:
-        """Return a difference with the note of its rank and parameter."""
-        note = self.notes.get((difference.rank, difference.name)) if difference.kind == "gradient" else None
-        return dataclasses.replace(difference, note=note) if note else difference
-
-
 def record_reference(program: Program, reference: OneProcess, step: int) -> StepRecords:
     """Return what the modules of one process compute in a step, counted from 1."""
     return _record_ranks(_Step(program, ONE_PROCESS, reference, step), CommunicationTrace())[0].records
 
 
-def locate(
-    program: Program, variant: Variant, reference: OneProcess, true: StepRecords, differences: Sequence[Difference]
-) -> Located:
-    """Return where the differences of a step begin.
+def locate(program: Program, variant: Variant, reference: OneProcess, true: StepRecords, outcome: Outcome) -> None:
+    """Add to an outcome where the differences of its step begin, and what gradients are instead.
 
     Args:
         program: the program.
         variant: the layout.
         reference: the training of one process.
         true: what its modules compute in the step.
-        differences: those of the step; empty if an error ended the training in its first step.
+        outcome: has the differences of the step; none if an error ended the training in its first step.
     """
+    differences = outcome.differences
     step = _Step(program, variant, reference, differences[0].step if differences else 1)
     trace = CommunicationTrace(values=True)
     ranks = _record_ranks(step, trace, fails=not differences)
     if len(ranks) < variant.layout.world_size:
-        return Located(None, {})
+        return
     search = _Search(step, true, ranks, list(trace))
+    outcome.place = search.first("forward") or search.first("backward")
     gradients = [difference for difference in differences if difference.kind == "gradient"]
-    notes = {
-        (gradient.rank, gradient.name): search.note_of_gradient(gradient.rank, gradient.name) for gradient in gradients
-    }
-    place = search.first("forward") or search.first("backward")
-    return Located(place, notes, () if place or not gradients else search.finalized_by(gradients[0].rank))
+    if gradients and outcome.place is None:
+        outcome.finalized_by = search.finalized_by(gradients[0].rank)
+    outcome.differences = [search.noted(difference) for difference in differences]
 
 
 def _record_ranks(step: _Step, trace: CommunicationTrace, fails: bool = False) -> list[_Recorded]:
@@ -325,16 +302,18 @@ class _Search:
         axes = ("tp", "ep") if direction == "forward" else ("tp", "cp", "ep")
         return self._missing_sum(axes, rank.rank, true, [value(record) for record in self._ranks])
 
-    def note_of_gradient(self, rank: int, name: str) -> str:
-        """Return what the finalized gradient of a parameter is instead of that of one process; empty if unknown."""
-        if name not in self._ranks[rank].gradients:
-            return ""
+    def noted(self, difference: Difference) -> Difference:
+        """Return a difference; of a finalized gradient, with what it is instead of that of one process, if known."""
+        rank, name = difference.rank, difference.name
+        if difference.kind != "gradient" or name not in self._ranks[rank].gradients:
+            return difference
         mine, true = self._ranks[rank].gradients[name]
         values = [record.gradients.get(name, (None, None))[0] for record in self._ranks]
         note = "" if mine.numel() == 1 else _multiple(mine, true, self._tolerance)  # one number is a multiple of any
         note = note or self._missing_sum(("tp", "cp", "dp", "ep", "pp"), rank, true, values)
         over_tp = note.endswith("over tp is missing")
-        return note + (self._ranks[rank].missing_marks[name] if over_tp else "")
+        note += self._ranks[rank].missing_marks[name] if over_tp else ""
+        return dataclasses.replace(difference, note=note) if note else difference
 
     def _missing_sum(
         self, axes: Sequence[str], rank: int, true: torch.Tensor, values: Sequence[torch.Tensor | None]

@@ -148,7 +148,7 @@ class Verifier:
             outcome.failure = _failure_text(error)
             if self.locates:
                 with self._precision():
-                    outcome.place = locate(self.program, variant, self.reference, self.records(1), ()).place
+                    locate(self.program, variant, self.reference, self.records(1), outcome)
         outcome.seconds = time.perf_counter() - began
         return outcome
 
@@ -163,9 +163,7 @@ class Verifier:
         if not differences:
             outcome.differences = replicas_that_differ(reports, self.steps)
         elif self.locates:
-            located = locate(self.program, variant, self.reference, self.records(first), outcome.differences)
-            outcome.place, outcome.finalized_by = located.place, located.finalized_by
-            outcome.differences = [located.noted(difference) for difference in outcome.differences]
+            locate(self.program, variant, self.reference, self.records(first), outcome)
 
     def _ranks(self, variant: Variant, reference: OneProcess) -> list[RankReport]:
         allowed = self.tolerance
