@@ -138,7 +138,7 @@ def _ring_chunk(size: int, elements: int, element_size: int) -> int:
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
-    destination.data.copy_(source.detach().reshape(destination.shape))  # no new version for autograd, as of gloo
+    destination.detach().copy_(source.detach().reshape(destination.shape))
 
 
 def clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -147,10 +147,22 @@ def clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _all_reduce(calls: Sequence[Call]) -> None:
-    for index in range(len(calls[0].inputs)):
-        total = _reduced([call.inputs[index] for call in calls], calls[0].options["op"])
-        for call in calls:
-            _copy(call.inputs[index], total)
+    """Reduce tensors of one type as one buffer, as gloo does."""
+    dtypes = {tensor.dtype for tensor in calls[0].inputs}
+    for tensors in [[call.inputs for call in calls]] if len(dtypes) == 1 else _by_tensor(calls):
+        total = _reduced([_as_one(of_rank) for of_rank in tensors], calls[0].options["op"]).reshape(-1)
+        parts = total.split([tensor.numel() for tensor in tensors[0]])
+        for of_rank in tensors:
+            for tensor, part in zip(of_rank, parts, strict=True):
+                _copy(tensor, part)
+
+
+def _by_tensor(calls: Sequence[Call]) -> list[list[list[torch.Tensor]]]:
+    return [[[call.inputs[index]] for call in calls] for index in range(len(calls[0].inputs))]
+
+
+def _as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def _reduce(calls: Sequence[Call]) -> None:
@@ -222,7 +234,7 @@ def _all_to_all(calls: Sequence[Call]) -> None:
 def _all_to_all_single(calls: Sequence[Call]) -> None:
     sent = [torch.split(call.inputs[0].detach().clone(), call.options["sends"]) for call in calls]
     for call in calls:
-        for source, output in enumerate(torch.split(call.outputs[0].data, call.options["receives"])):
+        for source, output in enumerate(torch.split(call.outputs[0].detach(), call.options["receives"])):
             _copy(output, sent[source][call.index])
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 from urllib.parse import parse_qsl, urlsplit
@@ -46,6 +47,7 @@ from parallel_state.simulated.trace import CommunicationTrace
 from parallel_state.topology import Topology
 
 _NOT_IN_COLLECTIVES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+_REPEATED_WAITS = 5  # of a rank for keys of the store, until that is a deadlock
 _RENDEZVOUS: Any = importlib.import_module("torch.distributed.rendezvous")
 
 
@@ -95,6 +97,7 @@ class Simulation:
         self._exchange = exchange(self.describe, check_async)
         self._trace = trace
         self._key_waits: dict[int, KeyWait] = {}
+        self._ended_waits: Counter[int] = Counter()  # by rank, since another rank could go on
         self._handled: dict[int, str] = {}  # by ranks that made their last call while they handled an exception
         self._profiled: int | None = None  # the rank whose profiler runs
         self._with_own_modules: set[int] = set()
@@ -210,6 +213,7 @@ class Simulation:
             for finished in completed:
                 self._trace.complete(finished)
         if completed:
+            self._ended_waits.clear()
             self._scheduler.wake({finished.rank: finished for finished in completed})
 
     def wait(self, call: Call) -> None:
@@ -256,7 +260,10 @@ class Simulation:
         """Let ranks go on whose keys of the store are set."""
         for waiting in self._key_waits.values():
             waiting.done = waiting.error is not None or all(key in self._values for key in waiting.keys)
-        self._scheduler.wake({rank: waiting for rank, waiting in self._key_waits.items() if waiting.done})
+        done = {rank: waiting for rank, waiting in self._key_waits.items() if waiting.done}
+        if done:
+            self._ended_waits.clear()
+            self._scheduler.wake(done)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -327,8 +334,15 @@ class Simulation:
         raise error
 
     def _on_stall(self) -> None:
-        """End the wait for keys of the store that has the shortest timeout; without one, all ranks: a deadlock."""
-        waits = {rank: waiting for rank, waiting in self._key_waits.items() if not waiting.done}
+        """End the wait for keys of the store that has the shortest timeout; without one, all ranks: a deadlock.
+
+        A rank that waits again and again, although no rank has done anything, does not count.
+        """
+        waits = {
+            rank: waiting
+            for rank, waiting in self._key_waits.items()
+            if not waiting.done and self._ended_waits[rank] < _REPEATED_WAITS
+        }
         if not waits:
             for state in self.ranks:
                 state.waits_for = state.waits_for or state.polls
@@ -336,6 +350,7 @@ class Simulation:
             return
         rank = min(waits, key=lambda waiting: waits[waiting].seconds)
         waits[rank].error, waits[rank].done = _deadlock(self, KeyNotSet), True
+        self._ended_waits[rank] += 1
         self._scheduler.wake({rank: waits[rank]})
 
     def _on_error(self, rank: int, error: BaseException) -> None:

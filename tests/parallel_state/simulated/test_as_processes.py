@@ -117,18 +117,6 @@ def test_a_wait_for_a_key_that_no_rank_sets_ends_as_at_its_timeout() -> None:
     assert run_ranks(3, compute) == [b"value"] * 3
 
 
-def test_collectives_make_no_new_version_for_autograd() -> None:
-    def compute() -> list[float]:
-        weight, factor = torch.ones(2, requires_grad=True), torch.full((2,), 2.0)
-        product = (weight * factor).sum()  # whose backward pass needs the factor
-        dist.all_reduce(factor)
-        dist.all_to_all_single(factor, factor.clone())
-        product.backward()
-        return weight.grad.tolist()  # type: ignore[no-any-return, union-attr]
-
-    assert run_ranks(2, compute) == [[4.0, 4.0]] * 2
-
-
 def test_the_timeouts_of_megatrons_groups_can_be_changed() -> None:
     def compute() -> str:
         from megatron.core import parallel_state as mpu

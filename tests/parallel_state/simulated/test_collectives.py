@@ -92,13 +92,17 @@ def functional_ones(rank: int, size: int) -> list[torch.Tensor]:
 
 def coalesced_ones(rank: int, size: int) -> list[torch.Tensor]:
     gathered, parts = [torch.empty(size), torch.empty(2 * size)], [torch.empty(1), torch.empty(2)]
+    totals = [values(37), values(2, 5)]
+    with dist._coalescing_manager():
+        for total in totals:
+            dist.all_reduce(total)
     with dist._coalescing_manager():
         for length, whole in enumerate(gathered, 1):
             dist.all_gather_into_tensor(whole, values(length))
     with dist._coalescing_manager():
         for length, part in enumerate(parts, 1):
             dist.reduce_scatter_tensor(part, values(size * length))
-    return [*gathered, *parts]
+    return [*totals, *gathered, *parts]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from parallel_state.agreement import wait_for_every_rank
 from parallel_state.errors import LayoutError
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated import (
@@ -131,6 +132,11 @@ def test_a_key_that_no_rank_sets_is_the_cause_for_ranks_in_collectives_too() -> 
     error = report(KeyNotSet, 4, wait)
     assert error.ranks == (2,)
     assert str(error).startswith("no rank will set the keys of store.wait(['default_pg/never'])\n")
+
+
+def test_waiting_for_a_key_again_and_again_is_a_deadlock() -> None:
+    error = report(Deadlock, 3, lambda: None if rank_in(1) else wait_for_every_rank("all"))
+    assert error.ranks == (0, 2)
 
 
 def test_polling_for_ever_is_a_deadlock() -> None:
@@ -353,6 +359,17 @@ def test_one_rank_may_use_the_profiler_of_torch_and_two_at_once_are_rejected() -
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint32])
 def test_a_type_that_backends_do_not_have_is_rejected_in_collectives(dtype: torch.dtype) -> None:
     assert report(UnsupportedError, 2, lambda: dist.all_reduce(torch.ones(2, dtype=dtype))).ranks == (0,)
+
+
+def test_a_collective_that_changes_what_the_backward_pass_needs_is_an_error_of_autograd() -> None:
+    def compute() -> None:
+        weight, factor = torch.ones(2, requires_grad=True), torch.full((2,), 2.0)
+        product = (weight * factor).sum()
+        dist.all_reduce(factor)
+        product.backward()
+
+    with pytest.raises(RuntimeError):
+        run_ranks(2, compute)
 
 
 def test_a_new_group_without_ranks_is_rejected() -> None:
