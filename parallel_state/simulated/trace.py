@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from parallel_state.hangs.lines import members_text
+from parallel_state.hangs.lines import calling_line, members_text
 from parallel_state.simulated.calls import Call
 from parallel_state.simulated.collectives import clones
 
@@ -151,3 +153,27 @@ class CommunicationTrace:
             f"{transfer.group} {members_text(transfer.members)} at {transfer.line}"
             for transfer in self._transfers
         )
+
+
+class LinesOfOperations(TorchFunctionMode):
+    """A context in which torch's operations keep the line that called them, for ``line_of_operation``.
+
+    It is in this package, whose frames are left out of the lines of collectives: it calls all operations.
+    """
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, and write the line on the operations that it leaves in autograd's graph."""
+        result = func(*args, **(kwargs or {}))
+        left: list[Any] = [result.grad_fn] if isinstance(result, torch.Tensor) and result.grad_fn is not None else []
+        line = calling_line() if left else None
+        while left:
+            node = left.pop()
+            if line is not None and "line" not in node.metadata:
+                node.metadata["line"] = line.through or line.line
+                left += [following for following, _ in node.next_functions if following is not None]
+        return result
+
+
+def line_of_operation(node: Any) -> str:
+    """Return the line that called an operation of autograd's graph, of Megatron if it did; empty if unknown."""
+    return str(node.metadata.get("line", ""))

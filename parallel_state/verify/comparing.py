@@ -213,7 +213,8 @@ def compare_rank(
     report = RankReport(*rank_and_coordinates(variant), initial=training.initial)
     for name, note in wrong_marks(training.named, variant):
         report.differences.append(Difference("mark", name, 1, report.rank, report.coordinates, math.inf, note))
-    for name in training.moved if program.seeded else ():
+    moved = [part.name for part in training.initial.values() if part.digest != part.expected]
+    for name in moved if program.seeded else ():
         note = "its initial values are not those of one process"
         report.differences.append(Difference("seed", name, 1, report.rank, report.coordinates, math.inf, note))
     before = reference.start

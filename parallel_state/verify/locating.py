@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel_state.simulated import CommunicationTrace, Transfer, run_ranks
+from parallel_state.simulated.trace import LinesOfOperations
 from parallel_state.verify.comparing import OneProcess, error_between, rank_and_coordinates, tolerance
 from parallel_state.verify.layouts import ONE_PROCESS, Variant
 from parallel_state.verify.marks import missing_mark
 from parallel_state.verify.outcome import Difference, DifferingModule, Outcome
 from parallel_state.verify.program import Program
-from parallel_state.verify.recording import LinesOfOperations, ModuleCall, StepRecords, record_step
+from parallel_state.verify.recording import ModuleCall, StepRecords, record_step
 from parallel_state.verify.training import training_of
 
 _Pair = tuple[torch.Tensor, torch.Tensor]

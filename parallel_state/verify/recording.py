@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from parallel_state.hangs.lines import calling_line, path_text
+from parallel_state.hangs.lines import path_text
 from parallel_state.simulated import CommunicationTrace
+from parallel_state.simulated.trace import line_of_operation
 
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)(.*)")
 
@@ -67,22 +67,6 @@ def record_step(models: Sequence[torch.nn.Module], trace: CommunicationTrace) ->
             module.register_forward_hook(lambda _m, _i, output, name=name, current=current: current.add(name, output))
         model.register_forward_hook(current.end)
     return records
-
-
-class LinesOfOperations(TorchFunctionMode):
-    """A context in which torch's operations keep the line that called them."""
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, and write the line on the operations that it leaves in autograd's graph."""
-        result = func(*args, **(kwargs or {}))
-        left: list[Any] = [result.grad_fn] if isinstance(result, torch.Tensor) and result.grad_fn is not None else []
-        line = calling_line() if left else None
-        while left:
-            node = left.pop()
-            if line is not None and "line" not in node.metadata:
-                node.metadata["line"] = line.through or line.line
-                left += [following for following, _ in node.next_functions if following is not None]
-        return result
 
 
 class _MicroBatch:
@@ -155,7 +139,7 @@ def _line(node: Any) -> str:
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         code = type(node)._forward_cls.backward.__code__  # type: ignore[attr-defined]
         return f" at {path_text(code.co_filename)}:{code.co_firstlineno} in backward"
-    line = node.metadata.get("line")
+    line = line_of_operation(node)
     return f" at {line}" if line else ""
 
 

@@ -10,7 +10,7 @@ import torch
 
 from parallel_state.verify.layouts import Variant, parallel_arguments
 from parallel_state.verify.program import Program, VerifyError
-from parallel_state.verify.seeds import initial_parts
+from parallel_state.verify.seeds import InitialPart, initial_parts
 from parallel_state.verify.weights import ModelTensors, NamedTensor, named_tensors
 
 LEARNING_RATE = 0.1
@@ -93,8 +93,7 @@ class Training:
     Attributes:
         models: the chunks of the model.
         named: their parameters and buffers.
-        initial: what the program initialized them with.
-        moved: the names of those that began with other values than ``start`` has.
+        initial: what the program initialized the parameters with.
     """
 
     def __init__(self, program: Program, variant: Variant, dtype: torch.dtype, start: ModelTensors | None) -> None:
@@ -102,13 +101,11 @@ class Training:
         self.config = config_for(program, variant, dtype)
         self.models = self.build()
         self.named = named_tensors(self.models)
-        self.initial = {} if start is None else initial_parts(self.named, start)
-        self.moved: list[str] = []
-        for parameter in self.named if start is not None else ():
-            given = parameter.of(start or {}).to(parameter.tensor.dtype)
-            if not torch.equal(parameter.tensor, given):
-                self.moved.append(parameter.name)
-                parameter.tensor.detach().copy_(given)
+        self.initial: dict[str, InitialPart] = {}
+        if start is not None:
+            self.initial = initial_parts(self.named, start)
+            for parameter in self.named:
+                parameter.tensor.detach().copy_(parameter.of(start))
         self.optimizer = self.make_optimizer()
 
     def _check_inputs(self, model: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
