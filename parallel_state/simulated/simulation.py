@@ -443,13 +443,6 @@ class Simulation:
             if self._is_rank():  # for a file, say, that another rank will write
                 self._scheduler.give_way()
 
-        def tcp_store(host_name: str, port: int, world_size: int | None = None, is_master: bool = False,
-                      timeout: datetime.timedelta | None = None, **_: Any) -> dist.Store:  # fmt: skip
-            return self._new_store(f"tcp://{host_name}:{port}", timeout)
-
-        def file_store(file_name: str, world_size: int = -1) -> dist.Store:
-            return self._new_store(f"file://{os.path.abspath(file_name)}")
-
         functions: dict[str, Any] = {
             "_new_process_group_helper": new_group,
             "_warn_not_in_group": not_in_group,
@@ -458,19 +451,36 @@ class Simulation:
         handlers = dict.fromkeys(_RENDEZVOUS._rendezvous_handlers, meet)
         return {
             c10d: functions,
-            dist: {"TCPStore": tcp_store, "FileStore": file_store},  # real ones wait in C++, while no other rank runs
+            dist: {"TCPStore": self._tcp_store, "FileStore": self._file_store},  # real ones block all ranks
             _RENDEZVOUS: {"_rendezvous_handlers": handlers},
             time: {"sleep": sleep},
             **self._rejections(rank),
         }
 
-    def _new_store(self, prefix: str = "", timeout: datetime.timedelta | None = None) -> dist.Store:
-        """Return a store of a rank: that of the ranks, or the part of it that is in place of one at an address."""
+    def _new_store(self) -> SimulatedStore:
+        """Return the store of the ranks, with a timeout of its own."""
         store = SimulatedStore(self, self._values)
         self._stores.append(store)  # torch has a reference to its C++ part alone
+        return store
+
+    def _tcp_store(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: datetime.timedelta | None = None,
+        **_: Any,
+    ) -> dist.Store:
+        """Return the part of the store that is in place of one at an address; arguments as of ``dist.TCPStore``."""
+        store = self._new_store()
         if timeout is not None:
             store.set_timeout(timeout)
-        return dist.PrefixStore(prefix, store) if prefix else store
+        return dist.PrefixStore(f"tcp://{host_name}:{port}", store)
+
+    def _file_store(self, file_name: str, world_size: int = -1) -> dist.Store:
+        """Return the part of the store that is in place of a file; arguments as of ``dist.FileStore``."""
+        return dist.PrefixStore(f"file://{os.path.abspath(file_name)}", self._new_store())
 
     def _rejections(self, rank: int) -> dict[Any, dict[str, Any]]:
         """Return the functions that raise UnsupportedError on this rank."""

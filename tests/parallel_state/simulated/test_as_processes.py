@@ -127,6 +127,11 @@ def test_the_timeouts_of_megatrons_groups_can_be_changed() -> None:
     assert run_ranks(ParallelLayout(2), compute) == ["undefined"] * 2
 
 
+def test_what_is_no_tensor_is_rejected_by_torch() -> None:
+    with pytest.raises(TypeError):
+        run_ranks(1, lambda: dist.all_reduce([torch.ones(1)]))  # type: ignore[arg-type]
+
+
 def test_the_state_dict_of_one_rank_is_broadcast() -> None:
     def load() -> list[list[float]]:
         model = torch.nn.Linear(2, 1, bias=False)
