@@ -10,23 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mcontroller.errors import ConfigError, DataError, before_changes
-from mcontroller.files import partial_path
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config.model import ModelConfig
 from workers.lora.adapters import Adapter, adapters_of, changed_beside_adapters
 from workers.lora.base import base_hash
 from workers.weights.hf.files import (
-    discarded_if_it_fails,
+    exporting,
+    has_weights,
+    on_first_rank,
     open_safetensors,
-    publish_export,
     save_tensors,
-    start_export,
     writing_to,
 )
+from workers.weights.hf.hub import local_directory
 from workers.weights.moves import Span
 from workers.weights.shards import WeightShard, whole_shard
 from workers.weights.whole_tensors import Receivers, WholeTensors, tensors_in
@@ -168,38 +167,42 @@ def _value(shard: WeightShard, tensors: dict[str, Tensor], model: ModelConfig, p
     return value
 
 
-def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None:
+def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig, base: Mapping[str, Any] | None) -> None:
     """Write the adapter as a new directory in PEFT's format (a collective).
 
     The file names the hash of the base (``base_hash``) in its metadata.
+
+    Args:
+        chunks: this rank's model chunks.
+        path: the directory.
+        model: of the chunks.
+        base: ``TrainingState.base``.
 
     Raises:
         ConfigError: the model has no adapter, or trains weights that PEFT's format does not have.
         DataError: ``path`` exists and is not empty, or cannot be written. The group goes on, and nothing is left there.
     """
-    lora, target = model.lora, Path(path)
     with before_changes():
         also = {name for names in all_gather_values(changed_beside_adapters(chunks)) for name in names}
-        if lora is None or also:
-            why = "model.lora is not set" if lora is None else f"{', '.join(sorted(also)[:3])} are trained too"
+        if base is None or also:
+            why = "model.lora is not set" if base is None else f"{', '.join(sorted(also)[:3])} are trained too"
             text = f"the adapter alone cannot be exported: {why}; export the merged model instead"
             raise ConfigError(text, key="model.lora")
         tensors, config = adapter_tensors(chunks), peft_config(chunks, model)
-        raise_on_every_rank(lambda: start_export(target) if dist.get_rank() == 0 else None)
-
-    def write() -> None:
-        with writing_to(target):
-            write_adapter(partial_path(target), tensors, config, base_sha256=base_hash(model))
-            publish_export(target)
-
-    with before_changes(), discarded_if_it_fails(target):
-        raise_on_every_rank(lambda: write() if dist.get_rank() == 0 else None)
+    with exporting(Path(path)) as directory:
+        on_first_rank(lambda: write_adapter(directory, tensors, config, base_sha256=base["sha256"]))
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], **metadata: str) -> None:
-    """Write the two files of an adapter into a folder, with ``metadata`` in the header of the tensors."""
+    """Write the two files of an adapter into a folder, with ``metadata`` in the header of the tensors.
+
+    Raises:
+        DataError: a file cannot be written.
+    """
     save_tensors(tensors, folder / _FILE, **metadata)
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    file = folder / "adapter_config.json"
+    with writing_to(file):
+        file.write_text(json.dumps(config, indent=2))
 
 
 def peft_config(chunks: Sequence[Any], model: ModelConfig) -> dict[str, Any]:
@@ -232,6 +235,8 @@ def peft_config(chunks: Sequence[Any], model: ModelConfig) -> dict[str, Any]:
 def check_adapter(model: ModelConfig) -> None:
     """Check that the adapter at ``model.lora.path`` belongs to the model's base, before any process starts.
 
+    The base is not compared if its weights are not in ``model.hf_path``: a planned run downloads none.
+
     Raises:
         ConfigError: there is none, or it names another base by its hash.
         DataError: a file is damaged.
@@ -242,8 +247,11 @@ def check_adapter(model: ModelConfig) -> None:
     file = Path(lora.path) / _FILE
     if not file.is_file():
         raise ConfigError(f"model.lora.path: there is no {str(file)!r}", key="model.lora.path", value=lora.path)
-    expected, base = (open_safetensors(file).metadata() or {}).get("base_sha256"), base_hash(model)
-    if expected is not None and expected != base:
+    expected = (open_safetensors(file).metadata() or {}).get("base_sha256")
+    if expected is None or (model.hf_path is not None and not has_weights(Path(local_directory(model.hf_path)))):
+        return
+    base = base_hash(model)
+    if expected != base:
         raise ConfigError(
             f"the adapter at {lora.path!r} was trained on another base: its base has the SHA-256 {expected[:16]}..., "
             f"model.hf_path={model.hf_path!r} has {base[:16]}...: set model.hf_path to the base of the adapter",

@@ -10,14 +10,14 @@ import fnmatch
 import functools
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from mcontroller.errors import DataError, MControllerError
+from mcontroller.errors import DataError, before_changes
 from mcontroller.files import (
     check_new_directory,
     discard_directory,
@@ -27,6 +27,7 @@ from mcontroller.files import (
     release_lock,
     start_directory,
 )
+from parallel_state.agreement import raise_on_every_rank
 
 if TYPE_CHECKING:
     import safetensors  # imported on use: a model without a Hugging Face checkpoint needs none
@@ -195,6 +196,19 @@ def open_safetensors(file: Path) -> safetensors.safe_open:
         raise DataError(text, path=file.name) from error
 
 
+def weight_paths(directory: Path) -> list[Path]:
+    """Return the files that ``WeightFiles`` reads; of a directory that it cannot read, all safetensors.
+
+    Raises:
+        DataError: the index is damaged.
+    """
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
+    if (directory / _INDEX).is_file():
+        return sorted({directory / name for name in _read_index(directory).values()})
+    return sorted(directory.glob("*.safetensors"))
+
+
 def _read_index(directory: Path) -> dict[str, str]:
     """Return the file of each tensor: files of the directory itself."""
     try:
@@ -215,13 +229,13 @@ class WeightWriter:
     """Collect one rank's tensors, and write a file for every ``max_bytes`` of them.
 
     Args:
-        target: the directory of the export, as passed to ``start_export``.
+        directory: of the export, see ``exporting``.
         rank: the rank that writes; part of temporary file names.
         max_bytes: most bytes of a file with several tensors.
     """
 
-    def __init__(self, target: Path, rank: int, max_bytes: int) -> None:
-        self._directory, self._rank, self._max_bytes = partial_path(target), rank, max_bytes
+    def __init__(self, directory: Path, rank: int, max_bytes: int) -> None:
+        self._directory, self._rank, self._max_bytes = directory, rank, max_bytes
         self._pending: dict[str, torch.Tensor] = {}
         self._written: dict[str, dict[str, int]] = {}
         self._failure: DataError | None = None
@@ -288,10 +302,35 @@ def writing_to(path: Path) -> Iterator[None]:
         raise DataError(f"cannot write {str(path)!r}: {error}; {free_space(path)}", path=str(path)) from error
 
 
-def start_export(target: Path) -> None:
-    """Create an empty directory at ``partial_path(target)``, in which ranks write their files.
+@contextlib.contextmanager
+def exporting(target: Path) -> Iterator[Path]:
+    """Write the files of an export in the block, in the directory that is yielded (a collective).
 
-    ``target`` is locked until ``publish_export``.
+    When the block has ended on all ranks, the directory becomes ``target``. If it raises, what was written is deleted,
+    and the error is one before changes: the group goes on.
+
+    Raises:
+        DataError: on every rank: ``target`` exists and is not an empty directory, another process exports to it, or it
+            cannot be written.
+    """
+    with before_changes():
+        on_first_rank(lambda: start_export(target))
+        try:
+            yield partial_path(target)
+            on_first_rank(lambda: _publish(target))
+        except BaseException:
+            if dist.get_rank() == 0:
+                discard_directory(target, _lock(target))
+            raise
+
+
+def on_first_rank(write: Callable[[], None]) -> None:
+    """Call a function on rank 0, and raise its error on all ranks (a collective)."""
+    raise_on_every_rank(lambda: write() if dist.get_rank() == 0 else None)
+
+
+def start_export(target: Path) -> None:
+    """Create an empty directory at ``partial_path(target)``, and lock ``target`` until the export ends.
 
     Raises:
         DataError: ``target`` exists and is not an empty directory, another process exports to it, or the directory
@@ -301,17 +340,25 @@ def start_export(target: Path) -> None:
     start_directory(target, _lock(target), f"the export to {target}")
 
 
-def finish_export(
-    target: Path,
-    config: dict[str, object],
+def _publish(target: Path) -> None:
+    with writing_to(target):
+        if target.exists():
+            target.rmdir()
+        partial_path(target).rename(target)
+    release_lock(_lock(target))
+
+
+def complete_export(
+    directory: Path,
+    config: Mapping[str, object],
     files: Mapping[str, Mapping[str, int]],
     companions: Path | None,
     tokenizer: Path | None = None,
 ) -> None:
-    """Rename the files, write the index and ``config.json``, and rename the directory to ``target``.
+    """Rename the files of weights, and write the index, ``config.json`` and the files beside them.
 
     Args:
-        target: the directory of the export, as passed to ``start_export``.
+        directory: of the export, see ``exporting``.
         config: content of ``config.json``.
         files: the files of all ranks, in the order in which they are numbered, as ``WeightWriter.close`` returns them.
         companions: a directory whose files are copied, such as its tokenizer, code and generation configuration, except
@@ -321,46 +368,26 @@ def finish_export(
     Raises:
         DataError: a file cannot be read or written.
     """
-    with writing_to(target):
-        _describe_weights(partial_path(target), config, files)
+    with writing_to(directory):
+        _describe_weights(directory, config, files)
         copied = [] if companions is None else [entry for entry in companions.iterdir() if _is_companion(entry)]
         if tokenizer is not None:
             copied = [*(entry for entry in copied if not _matches(entry, _TOKENIZER)), *tokenizer.iterdir()]
         for entry in copied:
             copy = shutil.copytree if entry.is_dir() else shutil.copy
-            copy(entry, partial_path(target) / entry.name)
-        publish_export(target)
+            copy(entry, directory / entry.name)
 
 
-def _describe_weights(partial: Path, config: Mapping[str, object], files: Mapping[str, Mapping[str, int]]) -> None:
+def _describe_weights(directory: Path, config: Mapping[str, object], files: Mapping[str, Mapping[str, int]]) -> None:
     weight_map: dict[str, str] = {}
     for (file, tensors), name in zip(files.items(), _names(len(files)), strict=True):
-        (partial / file).rename(partial / name)
+        (directory / file).rename(directory / name)
         weight_map |= dict.fromkeys(tensors, name)
     if len(files) > 1:
         total = sum(nbytes for tensors in files.values() for nbytes in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (partial / _INDEX).write_text(json.dumps(index, indent=2))
-    (partial / "config.json").write_text(json.dumps(config, indent=2))
-
-
-@contextlib.contextmanager
-def discarded_if_it_fails(target: Path) -> Iterator[None]:
-    """Delete an export, and release the lock, if the block raises an error of this project on every rank."""
-    try:
-        yield
-    except MControllerError:
-        if dist.get_rank() == 0:
-            discard_directory(target, _lock(target))
-        raise
-
-
-def publish_export(target: Path) -> None:
-    """Rename the directory of ``start_export`` to ``target``, and release the lock."""
-    if target.exists():
-        target.rmdir()
-    partial_path(target).rename(target)
-    release_lock(_lock(target))
+        (directory / _INDEX).write_text(json.dumps(index, indent=2))
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def has_weights(directory: Path) -> bool:

@@ -23,7 +23,7 @@ from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.weights.hf.config import family_at, family_of, hf_config_of
 from workers.weights.hf.family import ModelFamily
-from workers.weights.hf.files import WeightFiles, WeightWriter, discarded_if_it_fails, finish_export, start_export
+from workers.weights.hf.files import WeightFiles, WeightWriter, complete_export, exporting, on_first_rank
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import (
     OUTPUT_LAYER,
@@ -176,20 +176,16 @@ def export_hf(
             value_head = any(family.value_head in names for names in all_gather_values(_shapes(shards)))
             whole = WholeTensors(lambda: shards)
         config = hf_config_of(model, value_head=value_head)
-        raise_on_every_rank(lambda: start_export(target) if rank == 0 else None)
-    writer = WeightWriter(target, rank, max_file_bytes)
-    for name, tensor in tensors_in(partial(whole.buckets, receivers="first"), torch.device("cpu")):
-        writer.add(name, tensor)
-
-    def finish(written: Mapping[str, Mapping[str, int]]) -> None:
-        companions = None if companions_from is None else Path(companions_from)
-        finish_export(target, config, written, companions, None if tokenizer is None else Path(tokenizer))
-        logger.info("%d tensors in %d files at %s", sum(map(len, written.values())), len(written), target)
-
-    with before_changes(), discarded_if_it_fails(target):
+    with exporting(target) as directory:
+        writer = WeightWriter(directory, rank, max_file_bytes)
+        for name, tensor in tensors_in(partial(whole.buckets, receivers="first"), torch.device("cpu")):
+            writer.add(name, tensor)
         of_ranks = all_gather_values(raise_on_every_rank(writer.close))
         written = {file: tensors for files in of_ranks for file, tensors in files.items()}
-        raise_on_every_rank(lambda: finish(written) if rank == 0 else None)
+        companions, other_tokenizer = (None if path is None else Path(path) for path in (companions_from, tokenizer))
+        on_first_rank(lambda: complete_export(directory, config, written, companions, other_tokenizer))
+    if rank == 0:
+        logger.info("%d tensors in %d files at %s", sum(map(len, written.values())), len(written), target)
     if model.verify_load != "off":
         with context.activate():
             verified = verify_load(unwrap_model(list(chunks)), dataclasses.replace(model, hf_path=str(target)), context)
