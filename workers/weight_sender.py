@@ -22,7 +22,7 @@ from workers.same_policy import differing_fields
 from workers.train.state import TrainingState
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.names import bridge_of, hf_shards, model_family
-from workers.weights.shards import WeightShard, model_shards, unknown_positions
+from workers.weights.shards import WeightShard, check_movable, model_shards
 from workers.weights.transfer.endpoint import RankSchedule, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.whole_tensors import receives_all
@@ -85,7 +85,8 @@ class WeightSender:
             receiver: the engine that gets them, if one does: the parts are tensors of a Hugging Face checkpoint.
 
         Raises:
-            DataError: the engine has another model, or a tensor has no counterpart in a Hugging Face checkpoint.
+            DataError: the engine has another model; a tensor has no counterpart in a Hugging Face checkpoint; or the
+                position of a weight in the whole model is unknown.
         """
         hf_names = receiver is not None
         if receiver is not None:
@@ -100,11 +101,19 @@ class WeightSender:
                 model = self._config.model, self._config.parallel
                 bucket_bytes = self._config.rollout.vllm.bucket_bytes
                 engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, bucket_bytes, model)
-        described = tuple(shard.described() for shard in shards)
-        unknown = () if hf_names else tuple(unknown_positions(shards))
-        place = node_id(), os.getpid(), gpu
-        nccl_host = os.environ.get("NCCL_HOSTID", "")
-        return RankWeights(described, unknown, *place, verify, visible_gpus(), engine, nccl_host)
+        if not hf_names:
+            with before_changes():
+                check_movable(shards)
+        return RankWeights(
+            tensors=tuple(shard.part for shard in shards),
+            node=node_id(),
+            pid=os.getpid(),
+            device=gpu,
+            verify=verify,
+            visible=visible_gpus(),
+            engine=engine,
+            nccl_host=os.environ.get("NCCL_HOSTID", ""),
+        )
 
     def _check_model(self, engine: ServedEngine) -> None:
         """Raise DataError if an engine has another model, since it does not report the shapes of its tensors."""

@@ -40,8 +40,8 @@ def choose_trained_weights(
         return
     names_of = weight_names(chunks)
     for shard in named_shards(chunks, context):
-        head = value_head and shard.name.startswith("output_layer.")
-        shard.param.requires_grad_(head or trains(model, shard.name, names_of(shard.name)))
+        head = value_head and shard.part.name.startswith("output_layer.")
+        shard.param.requires_grad_(head or trains(model, shard.part.name, names_of(shard.part.name)))
     for chunk in chunks:
         if model.lora is not None:
             _add_adapters(chunk, model, context, names_of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,14 @@ def _experts_name(name: str, experts: set[str]) -> str:
 
 
 def _part(adapter: Adapter, name: str, factor: Tensor, dim: int) -> WeightShard:
+    whole = whole_shard(name, factor)
     if adapter.split != dim:
-        return whole_shard(name, factor)
-    ways, index, size = adapter.group.size(), adapter.group.rank(), factor.size(dim)
+        return whole
+    start, size = adapter.group.rank() * factor.size(dim), factor.size(dim)
     shape = list(factor.shape)
-    shape[dim] *= ways
-    return WeightShard(name, factor, tuple(shape), dim, (Span(index * size, (index + 1) * size, 0),), ways, index)
+    shape[dim] *= adapter.group.size()
+    part = whole.part._replace(shape=tuple(shape), dim=dim, spans=(Span(start, start + size, 0),))
+    return replace(whole, part=part)
 
 
 @torch.no_grad()
@@ -124,8 +127,8 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _name_in_file(shard: WeightShard) -> str:
     """Return the name of the tensor of a file that a part is of: of all experts, if it is of one."""
-    of_expert = _EXPERT.fullmatch(shard.name)
-    return shard.name if of_expert is None else f"{of_expert[1]}.lora_{of_expert[3][0]}.weight"
+    of_expert = _EXPERT.fullmatch(shard.part.name)
+    return shard.part.name if of_expert is None else f"{of_expert[1]}.lora_{of_expert[3][0]}.weight"
 
 
 def _check_all_read(unused: Collection[str], model: ModelConfig, path: Path) -> None:
@@ -146,7 +149,7 @@ def _check_all_read(unused: Collection[str], model: ModelConfig, path: Path) -> 
 def _value(shard: WeightShard, tensors: dict[str, Tensor], model: ModelConfig, path: Path) -> Tensor:
     """Return the whole tensor of a part from those of a file."""
     assert model.lora is not None
-    of_expert, rank, experts = _EXPERT.fullmatch(shard.name), model.lora.rank, model.num_moe_experts or 0
+    of_expert, rank, experts = _EXPERT.fullmatch(shard.part.name), model.lora.rank, model.num_moe_experts or 0
     name = _name_in_file(shard)
     whole = value = tensors.get(name)
     if value is not None and of_expert is not None:
@@ -155,12 +158,12 @@ def _value(shard: WeightShard, tensors: dict[str, Tensor], model: ModelConfig, p
             value = value[number * rank : (number + 1) * rank]
         elif of_expert[3] != "A" and value.dim() == 2 and value.size(1) == rank * experts:
             value = value.unflatten(1, (rank, experts))[..., number]
-            value = value if len(value) == shard.full_shape[0] else value.chunk(2)[int(of_expert[3][1])]
-    if value is None or tuple(value.shape) != shard.full_shape:
+            value = value if len(value) == shard.part.shape[0] else value.chunk(2)[int(of_expert[3][1])]
+    if value is None or tuple(value.shape) != shard.part.shape:
         actual = "none" if whole is None else list(whole.shape)
         raise DataError(
             f"the adapter at {str(path)!r} does not fit the model: {name} is {actual}, expected "
-            f"{list(shard.full_shape)}{'' if of_expert is None else ' of each expert'}",
+            f"{list(shard.part.shape)}{'' if of_expert is None else ' of each expert'}",
             path=str(path),
             tensor=name,
         )

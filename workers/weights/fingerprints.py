@@ -68,12 +68,11 @@ def shard_fingerprints(
     sums: list[Tensor] = []
     of_dims = IndexKeys()
     for shard in shards:
-        dtype_name = str(shard.param.dtype).removeprefix("torch.")
-        runs = list(shard.runs())
-        for dtype in sorted((dtypes or {}).get(shard.name, ())) or [dtype_name]:
-            of_runs = [_sum_of(values, first, shard.dim, getattr(torch, dtype), of_dims) for first, values in runs]
+        part, runs = shard.part, list(shard.runs())
+        for dtype in sorted((dtypes or {}).get(part.name, ())) or [part.dtype]:
+            of_runs = [_sum_of(values, first, part.dim, getattr(torch, dtype), of_dims) for first, values in runs]
             if of_runs:  # padding alone has no fingerprint
-                keys.append((shard.name, dtype, runs[0][0]))
+                keys.append((part.name, dtype, runs[0][0]))
                 sums.append(torch.stack(of_runs).sum())
     values = torch.stack(sums).tolist() if sums else []
     return [Fingerprint(name, dtype, value, first) for (name, dtype, first), value in zip(keys, values, strict=True)]

@@ -35,7 +35,7 @@ class Span(NamedTuple):
     offset: int
 
 
-class LocalTensor(NamedTuple):
+class TensorPart(NamedTuple):
     """The part of one tensor of the whole model that one rank has.
 
     Attributes:
@@ -97,8 +97,8 @@ def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tup
 
 
 def plan_moves(
-    sources: Sequence[Sequence[LocalTensor]],
-    targets: Sequence[Sequence[LocalTensor]],
+    sources: Sequence[Sequence[TensorPart]],
+    targets: Sequence[Sequence[TensorPart]],
     distance: Callable[[int, int], int] = lambda source, target: 0,
 ) -> list[list[Move]]:
     """Return the moves that fill every target from the sources, by target rank.
@@ -129,13 +129,13 @@ def plan_moves(
     return moves
 
 
-def whole_tensors(sources: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]:
+def whole_tensors(sources: Sequence[Sequence[TensorPart]]) -> list[TensorPart]:
     """Return every tensor that any rank has a part of, whole, layer after layer.
 
     Args:
         sources: by rank, its tensors in the order of its model.
     """
-    by_name: dict[str, tuple[float, LocalTensor]] = {}
+    by_name: dict[str, tuple[float, TensorPart]] = {}
     for local in sources:
         layer = -1.0  # before the layers
         for tensor in local:
@@ -148,8 +148,8 @@ def whole_tensors(sources: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]
 
 
 def plan_buckets(
-    sources: Sequence[Sequence[LocalTensor]],
-    targets: Sequence[Sequence[LocalTensor]],
+    sources: Sequence[Sequence[TensorPart]],
+    targets: Sequence[Sequence[TensorPart]],
     limit: int,
     distance: Callable[[int, int], int] = lambda source, target: 0,
     *,
@@ -216,7 +216,7 @@ def _pieces(move: Move, limit: int) -> Iterator[Move]:
         )
 
 
-def places_in_bucket(tensors: Iterable[LocalTensor]) -> tuple[list[TensorInBucket], int]:
+def places_in_bucket(tensors: Iterable[TensorPart]) -> tuple[list[TensorInBucket], int]:
     """Return the places of whole tensors in a bucket, one after another, and the bytes of the bucket."""
     places: list[TensorInBucket] = []
     end = 0
@@ -234,16 +234,6 @@ def dtypes_by_name(by_rank: Iterable[Iterable[Any]]) -> dict[str, list[str]]:
     return {name: sorted(names) for name, names in dtypes.items()}
 
 
-def check_known(names: Sequence[str]) -> None:
-    """Raise DataError if there are ``names``: tensors whose position in the whole model is unknown."""
-    if names:
-        raise DataError(
-            f"cannot move the weights {', '.join(names)}: expected plain tensors with at least one dim, divided evenly;"
-            " of experts only linear_fc1 and linear_fc2 of decoder layers, grouped or one by one",
-            names=names,
-        )
-
-
 class _Part(NamedTuple):
     """A part of a tensor; ``holders`` are the ranks that have it, with the slot and the first index in it."""
 
@@ -255,7 +245,7 @@ class _Part(NamedTuple):
     holders: dict[int, tuple[int, int]]
 
 
-def _parts(sources: Sequence[Sequence[LocalTensor]], dims: Mapping[str, int]) -> dict[str, list[_Part]]:
+def _parts(sources: Sequence[Sequence[TensorPart]], dims: Mapping[str, int]) -> dict[str, list[_Part]]:
     """By tensor, the parts that its sources have, in order."""
     parts: dict[str, dict[tuple[int, int], _Part]] = defaultdict(dict)
     for rank, local in enumerate(sources):
@@ -309,7 +299,7 @@ def _into(
         )
 
 
-def _dims(tensors: Iterable[LocalTensor]) -> dict[str, int]:
+def _dims(tensors: Iterable[TensorPart]) -> dict[str, int]:
     """The dim along which each tensor moves: the one that any rank divides it along."""
     dims: dict[str, set[int]] = defaultdict(set)
     for tensor in tensors:

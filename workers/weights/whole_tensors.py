@@ -19,14 +19,14 @@ from parallel_state.agreement import all_gather_values
 from workers.gpu_ids import node_id
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints, tensor_fingerprints
 from workers.weights.moves import (
-    LocalTensor,
     Move,
     TensorInBucket,
+    TensorPart,
     places_in_bucket,
     plan_buckets,
     whole_tensors,
 )
-from workers.weights.shards import SliceReader, WeightShard, whole_shard
+from workers.weights.shards import SliceReader, WeightShard, whole_part
 
 BucketMemory = Callable[[int], Tensor]
 """From a number of bytes to memory of at least as many, uint8 ``[bytes]``."""
@@ -82,15 +82,15 @@ class WholeTensors(PolicyWeights):
     def __init__(self, shards: Callable[[], Sequence[WeightShard]], bucket_bytes: int = 64 << 20) -> None:
         self._shards, self._bucket_bytes = shards, bucket_bytes
         self.device = torch.device(torch.cuda.current_device())
-        self._planned_for: tuple[list[LocalTensor], Receivers] | None = None
-        self._wanted: list[LocalTensor] = []
+        self._planned_for: tuple[list[TensorPart], Receivers] | None = None
+        self._wanted: list[TensorPart] = []
         self._buckets: tuple[tuple[Move, ...], ...] = ()
 
     @torch.no_grad()
     def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets; see ``PolicyWeights.buckets``."""
         shards = self._shards()
-        mine = [shard.described() for shard in shards], receivers
+        mine = [shard.part for shard in shards], receivers
         if any(all_gather_values(mine != self._planned_for)):
             self._make_schedule(*mine)
         rank, sources = dist.get_rank(), SliceReader(shards)
@@ -106,7 +106,7 @@ class WholeTensors(PolicyWeights):
         """Return the fingerprints of this rank's parts; see ``shard_fingerprints``."""
         return shard_fingerprints(self._shards(), dtypes)
 
-    def _make_schedule(self, mine: list[LocalTensor], receivers: Receivers) -> None:
+    def _make_schedule(self, mine: list[TensorPart], receivers: Receivers) -> None:
         sources, nodes = zip(*all_gather_values((mine, node_id())), strict=True)
         first: dict[str, int] = {}
         for rank, tensors in enumerate(sources):
@@ -169,7 +169,7 @@ class StreamedTensors(PolicyWeights):
 
 
 def _copied(tensors: Sequence[tuple[str, Tensor]], memory: BucketMemory) -> list[TensorInBucket]:
-    places, nbytes = places_in_bucket(whole_shard(name, tensor).described() for name, tensor in tensors)
+    places, nbytes = places_in_bucket(whole_part(name, tensor) for name, tensor in tensors)
     room = memory(nbytes)
     for place, (_, tensor) in zip(places, tensors, strict=True):
         tensor_in(room, place).copy_(tensor)
@@ -177,7 +177,7 @@ def _copied(tensors: Sequence[tuple[str, Tensor]], memory: BucketMemory) -> list
 
 
 def filled_bucket(
-    tensors: Mapping[int, LocalTensor],
+    tensors: Mapping[int, TensorPart],
     moves: Iterable[tuple[Move, Tensor]],
     memory: BucketMemory,
     device: torch.device,

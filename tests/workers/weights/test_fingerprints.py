@@ -14,16 +14,15 @@ from workers.config import ModelConfig
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints, tensor_fingerprints, whole_fingerprints
 from workers.weights.hf.model import hf_tensors
 from workers.weights.hf.names import hf_shards, model_family
-from workers.weights.moves import Span
-from workers.weights.shards import WeightShard, model_shards
+from workers.weights.moves import Span, TensorPart
+from workers.weights.shards import WeightShard, model_shards, whole_shard
 
 Axes = dict[str, Any]
 PLAIN_EXPERTS = dataclasses.replace(EXPERTS, transformer={})
 
 
 def value_of(tensor: torch.Tensor, dtype: str | None = None) -> int:
-    part = WeightShard("weight", tensor, tuple(tensor.shape))
-    return shard_fingerprints([part], {"weight": [dtype]} if dtype else None)[0].value
+    return shard_fingerprints([whole_shard("weight", tensor)], {"weight": [dtype]} if dtype else None)[0].value
 
 
 def key(dim: int, index: int) -> int:
@@ -84,7 +83,8 @@ def test_sums_of_the_parts_are_the_value_of_the_whole_tensor(dim: int) -> None:
     for start, stop in ((0, 1), (1, size - 1), (size - 1, size)):
         tensor = torch.cat([torch.zeros_like(whole), whole], dim).narrow(dim, size + start - 1, stop - start + 1)
         spans = (Span(start, stop, 1),)  # the first index of the part is padding
-        of_ranks.append(shard_fingerprints([WeightShard("weight", tensor, (8, 12, 4), dim, spans)]))
+        part = TensorPart("weight", (8, 12, 4), "float32", 4, dim, spans)
+        of_ranks.append(shard_fingerprints([WeightShard(part, tensor)]))
     assert whole_fingerprints(of_ranks) == {("weight", "float32"): {value_of(whole): {0, 1, 2}}}
 
 

@@ -81,7 +81,7 @@ def load_hf(
     for parameter in named_shards(chunks, context):
         parameter.padding().zero_()
     for shard in shards:
-        if shard.name not in left:
+        if shard.part.name not in left:
             _read(shard, files)
     return frozenset({OUTPUT_LAYER} if left else ())
 
@@ -195,20 +195,21 @@ def export_hf(
 
 
 def _shapes(shards: Sequence[WeightShard]) -> dict[str, tuple[int, ...]]:
-    return {shard.name: shard.full_shape for shard in shards}
+    return {shard.part.name: shard.part.shape for shard in shards}
 
 
 def _read(shard: WeightShard, files: WeightFiles) -> None:
     """Fill a part from the checkpoint: this rank's indices, which are consecutive there."""
-    if shard.dim is None:
-        shard.param.copy_(files.read(shard.name))
+    part = shard.part
+    if part.dim is None:
+        shard.param.copy_(files.read(part.name))
         return
-    if shard.spans:
-        first = shard.spans[0].start
-        part = files.read(shard.name, shard.dim, first, shard.spans[-1].stop)
-        for start, stop, offset in shard.spans:
-            values = part.narrow(shard.dim, start - first, stop - start)
-            shard.param.narrow(shard.dim, offset, stop - start).copy_(values)
+    if part.spans:
+        first = part.spans[0].start
+        read = files.read(part.name, part.dim, first, part.spans[-1].stop)
+        for start, stop, offset in part.spans:
+            values = read.narrow(part.dim, start - first, stop - start)
+            shard.param.narrow(part.dim, offset, stop - start).copy_(values)
 
 
 def _check_names(

@@ -99,8 +99,9 @@ class WeightTransfer:
         timeout: seconds after which connecting or running a transfer fails, if a rank does not answer.
 
     Raises:
-        DataError: the groups do not have the same model, or the position of a weight in the whole model is unknown.
-        CallRejected: the engines of the target do not have the model of the source.
+        DataError: the groups do not have the same model.
+        CallRejected: the engines of the target do not have the model of the source, or the position of a weight in the
+            whole model is unknown.
         ConfigError: the transport does not exist, or cannot be used between these groups.
         TransferError: the ranks cannot reach each other.
         GroupError: a call to one of the groups failed.
