@@ -115,7 +115,7 @@ def test_a_second_export_into_a_directory_is_rejected_until_the_first_ends(tmp_p
 
 def test_a_checkpoint_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
     """What a node without processes can see: whole files, and an output layer that is tied as config.json says."""
-    config = dict.fromkeys(Llama.sizes, 8) | {"num_attention_heads": 2}
+    config = dict.fromkeys(Llama.keys, 8) | {"num_attention_heads": 2}
     config |= {"model_type": "llama", "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     embedding = torch.randn(8, 8)

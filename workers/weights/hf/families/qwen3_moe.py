@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from workers.weights.hf.families.llama import EXPERT_NAMES, Llama
 from workers.weights.hf.families.qwen3 import Qwen3
-from workers.weights.hf.family import not_built, register_model_family
-from workers.weights.hf.fields import flag_of, layered, optional_size_of, size_of
+from workers.weights.hf.family import register_model_family
+from workers.weights.hf.fields import Field, flag_of, layered, not_built, optional_size_of, size, size_of
 
 
 @register_model_family("qwen3_moe")
@@ -18,10 +18,10 @@ class Qwen3Moe(Qwen3):
     architecture = "Qwen3Moe"
     has_experts = True
     names = Qwen3.names | EXPERT_NAMES
-    sizes: ClassVar[Mapping[str, str]] = {
-        **Qwen3.sizes,
-        "num_experts_per_tok": "moe_router_topk",
-        "moe_intermediate_size": "moe_ffn_hidden_size",
+    keys: ClassVar[Mapping[str, Field]] = {
+        **Qwen3.keys,
+        "num_experts_per_tok": size("moe_router_topk"),
+        "moe_intermediate_size": size("moe_ffn_hidden_size"),
     }
     # Megatron's losses of the router are set in model.transformer.
     inert: ClassVar[tuple[str, ...]] = (*Qwen3.inert, "router_aux_loss_coef", "output_router_logits")

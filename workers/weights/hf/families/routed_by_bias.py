@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from workers.weights.hf.families.llama import EXPERT_NAMES, Llama, names_in_layer
-from workers.weights.hf.family import not_built
-from workers.weights.hf.fields import count_of, flag_of, layered, number_of, size_of
+from workers.weights.hf.fields import Field, count_of, flag_of, layered, not_built, number_of, size, size_of
 
 _COMPUTED = frozenset(
     (
@@ -50,11 +49,11 @@ class RoutedByBias(Llama):
         "embedding.word_embeddings.weight": "model.layers.{layer}.embed_tokens.weight",
         "output_layer.weight": "model.layers.{layer}.shared_head.head.weight",
     }
-    sizes: ClassVar[Mapping[str, str]] = {
-        **Llama.sizes,
-        "n_routed_experts": "num_moe_experts",
-        "num_experts_per_tok": "moe_router_topk",
-        "moe_intermediate_size": "moe_ffn_hidden_size",
+    keys: ClassVar[Mapping[str, Field]] = {
+        **Llama.keys,
+        "n_routed_experts": size("num_moe_experts"),
+        "num_experts_per_tok": size("moe_router_topk"),
+        "moe_intermediate_size": size("moe_ffn_hidden_size"),
     }
     inert: ClassVar[tuple[str, ...]] = ("num_nextn_predict_layers", "output_router_logits")
     fixed_transformer: ClassVar[Mapping[str, Any]] = {
@@ -69,7 +68,8 @@ class RoutedByBias(Llama):
         if dense > layers:
             raise not_built("first_k_dense_replace", dense, f"at most num_hidden_layers={layers}")
         return fields | {
-            "transformer": {
+            "transformer": fields["transformer"]
+            | {
                 "moe_layer_freq": [0] * dense + [1] * (layers - dense),
                 "moe_shared_expert_intermediate_size": width,
                 "moe_router_score_function": "sigmoid",
