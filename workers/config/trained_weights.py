@@ -5,6 +5,7 @@ A pattern is the end of a whole name, in Megatron's names or Hugging Face's, and
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def model_family_of(model: ModelConfig) -> ModelFamily | None:
         return MODEL_FAMILIES.get_or_raise(model.family, "model.family")
     if model.provider == "bridge":
         return MODEL_FAMILIES.get(str(read_config(str(model.hf_path)).get("model_type")))
-    return matching_family({name: getattr(model, name) for name in ("add_qkv_bias", "qk_layernorm", "num_moe_experts")})
+    return matching_family({field.name: getattr(model, field.name) for field in dataclasses.fields(model)})
 
 
 def check_trained(model: ModelConfig) -> None:
@@ -163,9 +164,7 @@ def check_trained(model: ModelConfig) -> None:
     lora = model.lora
     if lora is None and not model.freeze and not model.train_only:
         return
-    fields = model.family, model.provider, model.hf_path, model.num_layers, model.num_moe_experts, model.transformer
-    flags = model.gated_linear_unit, model.add_qkv_bias, model.qk_layernorm
-    checked = repr((fields, flags, lora, model.freeze, model.train_only))
+    checked = repr(model)
     if checked in _CHECKED:
         return
     weights = {name: hf_names for name, hf_names in _weights_of(model)}

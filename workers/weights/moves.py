@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, zip_longest
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mcontroller.errors import DataError
 from workers.weights.same_tensors import check_same_tensors
@@ -224,14 +224,6 @@ def places_in_bucket(tensors: Iterable[TensorPart]) -> tuple[list[TensorInBucket
         places.append((tensor.name, tensor.dtype, tensor.shape, end))
         end += -(-prod(tensor.shape) * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
     return places, end
-
-
-def dtypes_by_name(by_rank: Iterable[Iterable[Any]]) -> dict[str, list[str]]:
-    """Return by name the dtypes in which ranks have the tensor, of descriptions with a ``name`` and a ``dtype``."""
-    dtypes: dict[str, set[str]] = defaultdict(set)
-    for tensor in chain.from_iterable(by_rank):
-        dtypes[tensor.name].add(tensor.dtype)
-    return {name: sorted(names) for name, names in dtypes.items()}
 
 
 class _Part(NamedTuple):

@@ -316,6 +316,13 @@ def test_experts_of_a_model_without_a_family_have_names_of_peft() -> None:
     assert target.factors == ("model.layers.1.mlp.experts.gate_up_proj",)
 
 
+def test_a_model_with_compressed_attention_and_no_family_has_names_of_deepseek() -> None:
+    inside = {"multi_latent_attention": True, "moe_router_enable_expert_bias": True, "q_lora_rank": 16}
+    inside |= {"moe_router_score_function": "sigmoid"}
+    model = MODEL | {"num_moe_experts": 4, "qk_layernorm": True, "transformer": inside}
+    check_trained(ModelConfig(**model, lora=LoraConfig(rank=4, alpha=8.0, targets=["q_a_proj"])))
+
+
 def test_layers_of_experts_that_are_not_gated_can_be_selected() -> None:
     model = {"num_moe_experts": 4, "gated_linear_unit": False, "lora": {"rank": 4, "alpha": 8.0}}
     load_config(ActorConfig, {"model": MODEL | model})

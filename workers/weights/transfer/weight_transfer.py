@@ -19,10 +19,9 @@ from mcontroller.data.batch import format_bytes
 from mcontroller.errors import ConnectionLost, GroupError, MControllerError
 from mcontroller.group import WorkerGroup
 from mcontroller.transport import Future
-from workers.weights.moves import dtypes_by_name
+from workers.weights.fingerprints import Verification, dtypes_by_name
 from workers.weights.transfer.endpoint import TransferOutcome, choose_transport
 from workers.weights.transfer.plan import RankSchedule, TransferSchedule, schedule_transfer
-from workers.weights.verification import Verification
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ from collections import defaultdict
 
 import pytest
 
-from workers.weights.moves import TensorPart, dtypes_by_name, spans_of
+from workers.weights.fingerprints import dtypes_by_name
+from workers.weights.moves import TensorPart, spans_of
 from workers.weights.transfer.plan import RankWeights, ServedEngine, schedule_transfer
 
 MIB = 1 << 20
