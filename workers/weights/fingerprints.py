@@ -14,6 +14,7 @@ A tolerance on log-probabilities cannot show that weights have arrived. One upda
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, starmap
@@ -155,10 +156,8 @@ class Verification:
         self._receiver = receiver
         self._before: dict[tuple[str, str], set[int]] = {}
 
-    def check(
-        self, policy: Sequence[Sequence[Fingerprint]], held: Sequence[Sequence[Fingerprint]], update: int
-    ) -> None:
-        """Raise unless the receiver holds the weights of the policy.
+    def check(self, policy: Sequence[Sequence[Fingerprint]], held: Sequence[Sequence[Fingerprint]], update: int) -> int:
+        """Raise unless the receiver holds the weights of the policy, and return a number of these in any layout.
 
         Args:
             policy: by rank of the policy, the fingerprints of its parts in the dtypes of the receiver.
@@ -201,3 +200,4 @@ class Verification:
                 ranks=sorted(ranks),
             )
         self._before = {key: set(values) for key, values in expected.items()}
+        return zlib.crc32(repr(sorted((key, sorted(values)) for key, values in expected.items())).encode())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-import zlib
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Self
@@ -56,7 +55,7 @@ class TransferReport:
         buffer_bytes: the most memory that a rank keeps for the transfer, in addition to the weights.
         policy_version: the version of the policy that was sent.
         verify_seconds: wall-clock time of comparing fingerprints of both groups; None if they were not compared.
-        fingerprint: of all weights together; None if fingerprints were not compared.
+        fingerprint: of all weights together, the same in every layout; None if fingerprints were not compared.
     """
 
     transport: str
@@ -250,9 +249,8 @@ class WeightTransfer:
         dtypes = dtypes_by_name(self.schedule.targets)
         expected = self.source.weight_fingerprints.options(blocking=False)(dtypes, self._hf_names)
         arrived = self.target.weight_fingerprints.options(blocking=False)()
-        sent = expected.get()
-        self._verification.check(sent, arrived.get(), version)
-        return time.perf_counter() - started, zlib.crc32(repr(sent).encode())
+        fingerprint = self._verification.check(expected.get(), arrived.get(), version)
+        return time.perf_counter() - started, fingerprint
 
     def _both(self, of_source: str, of_target: str, *args: Any) -> tuple[list[TransferOutcome], list[TransferOutcome]]:
         """Call a method of each group at the same time, and return the outcomes of their ranks."""
