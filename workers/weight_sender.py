@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import ConfigError, DataError, before_changes
+from mcontroller.errors import DataError, before_changes
 from workers.config import ActorConfig
 from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import ReadableRollout
@@ -26,30 +25,6 @@ from workers.weights.shards import WeightShard, check_movable, model_shards
 from workers.weights.transfer.endpoint import RankSchedule, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.whole_tensors import receives_all
-
-OF_AN_ENGINE = ("max_rows", "engine", "vllm", "verify_weights")
-"""Fields of RolloutConfig that only the group that generates reads."""
-
-
-def check_same_policy(source: ActorConfig, target: ActorConfig) -> None:
-    """Check that weights can go from groups of one configuration to groups of another, before any process starts.
-
-    Raises:
-        ConfigError: the models compute something else (see ``differing_fields``); the settings of generation differ;
-            or only one of them has ``router_replay=rollout``.
-    """
-    _raise_differing("model", differing_fields(source.model, target.model, source.parallel, target.parallel))
-    names = [field.name for field in dataclasses.fields(source.rollout) if field.name not in OF_AN_ENGINE]
-    sampling = {name: (getattr(source.rollout, name), getattr(target.rollout, name)) for name in names}
-    _raise_differing("rollout", {name: pair for name, pair in sampling.items() if pair[0] != pair[1]})
-    modes = source.router_replay, target.router_replay
-    if "rollout" in modes and modes[0] != modes[1]:
-        raise ConfigError(
-            f"actor_rollout_ref.router_replay is {modes[0]!r}, and rollout.router_replay {modes[1]!r}: the actor "
-            "replays what the rollout records; set both to the same value",
-            key="rollout.router_replay",
-            value=target.router_replay,
-        )
 
 
 class WeightSender:
@@ -209,15 +184,3 @@ class WeightSender:
         endpoint = self._endpoints.pop(transfer, None)
         if endpoint is not None:
             endpoint.close()
-
-
-def _raise_differing(section: str, differing: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise ConfigError for the first of the fields that differ."""
-    for name, (ours, theirs) in sorted(differing.items()):
-        raise ConfigError(
-            f"rollout.{section}.{name} is {theirs!r}, and actor_rollout_ref.{section}.{name} is {ours!r}: both groups "
-            "have the same policy, so set them to the same value",
-            key=f"rollout.{section}.{name}",
-            value=theirs,
-            differing={f"{section}.{field}": pair for field, pair in differing.items()},
-        )

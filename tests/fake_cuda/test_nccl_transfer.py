@@ -29,9 +29,9 @@ def end(timeout: float, buckets: int = 1) -> tuple[Any, dict[int, Any]]:
     schedule = RankSchedule(
         transfer="one",
         transport="process_group",
-        sends=rank == 0,
         rank=rank,
         size=2,
+        sources=1,
         buckets=planned,
         timeout=timeout,
     )

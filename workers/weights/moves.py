@@ -117,7 +117,7 @@ def plan_moves(
     have, need = ({tensor.name: tensor.shape for tensor in chain(*model)} for model in (sources, targets))
     check_same_tensors(have, need, "source and target are not the same model")
     dims = _dims(chain(*sources, *targets))
-    parts = _parts(sources, dims)
+    parts = _held_ranges(sources, dims)
     sent = [0] * len(sources)
     moves: list[list[Move]] = [[] for _ in targets]
     for rank, local in enumerate(targets):
@@ -226,8 +226,8 @@ def places_in_bucket(tensors: Iterable[TensorPart]) -> tuple[list[TensorInBucket
     return places, end
 
 
-class _Part(NamedTuple):
-    """A part of a tensor; ``holders`` are the ranks that have it, with the slot and the first index in it."""
+class _HeldRange(NamedTuple):
+    """Consecutive indices of a tensor; ``holders`` are the ranks that have them, with the slot and the first index."""
 
     start: int
     stop: int
@@ -237,15 +237,15 @@ class _Part(NamedTuple):
     holders: dict[int, tuple[int, int]]
 
 
-def _parts(sources: Sequence[Sequence[TensorPart]], dims: Mapping[str, int]) -> dict[str, list[_Part]]:
+def _held_ranges(sources: Sequence[Sequence[TensorPart]], dims: Mapping[str, int]) -> dict[str, list[_HeldRange]]:
     """By tensor, the parts that its sources have, in order."""
-    parts: dict[str, dict[tuple[int, int], _Part]] = defaultdict(dict)
+    parts: dict[str, dict[tuple[int, int], _HeldRange]] = defaultdict(dict)
     for rank, local in enumerate(sources):
         for slot, source in enumerate(local):
             dim = dims[source.name]
             weight = source.itemsize * prod(source.shape[:dim] + source.shape[dim + 1 :])
             for start, stop, offset in source.along(dim):
-                new = _Part(start, stop, dim, source.dtype, weight, {})
+                new = _HeldRange(start, stop, dim, source.dtype, weight, {})
                 parts[source.name].setdefault((start, stop), new).holders[rank] = (slot, offset)
     return {name: sorted(by_span.values(), key=lambda part: part.start) for name, by_span in parts.items()}
 
@@ -255,7 +255,7 @@ def _into(
     slot: int,
     span: Span,
     name: str,
-    parts: Sequence[_Part],
+    parts: Sequence[_HeldRange],
     sent: Sequence[int],
     distance: Callable[[int, int], int],
 ) -> Iterator[Move]:

@@ -85,27 +85,30 @@ class RankSchedule:
     Attributes:
         transfer: the id of the transfer.
         transport: the name of the transport.
-        sends: whether the rank belongs to the source.
         rank, size: its number among the ranks of both groups, and how many these are.
+        sources: how many of the ranks send: the first ones.
         buckets: the slices of each bucket, in the order in which they travel.
         timeout: seconds after which setting up a connection fails.
         hf_names: whether the tensors are named and divided as in a Hugging Face checkpoint.
         whole: the tensors that an engine gets, in the order of their slots; none without an engine.
-        sources: how many of the ranks send.
         exchanges: by bucket, the slices that ranks of the source send each other first; empty if there are none.
     """
 
     transfer: str
     transport: str
-    sends: bool
     rank: int
     size: int
+    sources: int
     buckets: tuple[tuple[PeerSlices, ...], ...]
     timeout: float
     hf_names: bool = False
     whole: tuple[TensorPart, ...] = ()
-    sources: int = 0
     exchanges: tuple[tuple[Move, ...], ...] = ()
+
+    @property
+    def sends(self) -> bool:
+        """Whether the rank belongs to the source."""
+        return self.rank < self.sources
 
     @cached_property
     def peers(self) -> tuple[int, ...]:

@@ -216,14 +216,13 @@ class WeightTransfer:
             RankSchedule(
                 transfer=self._id,
                 transport=self.transport,
-                sends=rank < sources,
                 rank=rank,
                 size=size,
+                sources=sources,
                 buckets=self.schedule.by_rank[rank],
                 timeout=self.timeout,
                 hf_names=self._hf_names,
                 whole=self.schedule.targets[rank - sources] if self._hf_names and rank >= sources else (),
-                sources=sources,
                 exchanges=self.schedule.exchanges if rank < sources else (),
             )
             for rank in range(size)
