@@ -18,14 +18,8 @@ from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config.model import ModelConfig
 from workers.lora.adapters import Adapter, adapters_of, changed_beside_adapters
 from workers.lora.base import base_hash
-from workers.weights.hf.files import (
-    exporting,
-    has_weights,
-    on_first_rank,
-    open_safetensors,
-    save_tensors,
-    writing_to,
-)
+from workers.weights.hf.export_files import exporting, on_first_rank, save_tensors, writing_to
+from workers.weights.hf.files import has_weights, open_safetensors
 from workers.weights.hf.hub import local_directory
 from workers.weights.moves import Span
 from workers.weights.shards import WeightShard, whole_shard

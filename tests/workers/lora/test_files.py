@@ -22,7 +22,7 @@ from workers.config import ActorConfig, ModelConfig, load_config
 from workers.config.lora import LoraConfig, peft_fields
 from workers.config.trained_weights import adapter_target, check_trained, linear_names
 from workers.lora.base import base_hash
-from workers.weights.hf.files import exporting
+from workers.weights.hf.export_files import exporting
 
 ADAPTER = "adapter_model.safetensors"
 

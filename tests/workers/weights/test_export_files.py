@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.weights.hf.files import WeightWriter, complete_export
+from workers.weights.hf.export_files import WeightWriter, complete_export
 
 AUTO = {"AutoConfig": "configuration_x.Config", "AutoModelForCausalLM": "owner/repo--modeling_hub.Model"}
 

@@ -18,8 +18,9 @@ from workers import ActorRolloutRefWorker
 from workers.config import ActorConfig
 from workers.config.model import model_config_from_hf
 from workers.weights.hf.checkpoint import check_checkpoint_files
+from workers.weights.hf.export_files import start_export
 from workers.weights.hf.families.llama import Llama
-from workers.weights.hf.files import WeightFiles, start_export
+from workers.weights.hf.files import WeightFiles
 
 INDEX = "model.safetensors.index.json"
 

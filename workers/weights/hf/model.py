@@ -22,8 +22,9 @@ from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.weights.hf.config import family_at, family_of, hf_config_of
+from workers.weights.hf.export_files import WeightWriter, complete_export, exporting, on_first_rank
 from workers.weights.hf.family import ModelFamily
-from workers.weights.hf.files import WeightFiles, WeightWriter, complete_export, exporting, on_first_rank
+from workers.weights.hf.files import WeightFiles
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import (
     OUTPUT_LAYER,
