@@ -110,5 +110,6 @@ def function_of(config: TransformerConfig, model: ModelConfig) -> dict[str, Any]
         source = config if hasattr(config, name) else model
         if hasattr(source, name):
             values[name] = getattr(source, name)
-    as_json: dict[str, Any] = json.loads(json.dumps(values, default=lambda value: value.__name__))
+    text = json.dumps(values, default=lambda value: getattr(value, "__name__", type(value).__name__))
+    as_json: dict[str, Any] = json.loads(text)
     return as_json
