@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
-from workers.weights.moves import Span, TensorPart, spans_of
+from workers.weights.moves import Move, Span, TensorPart, spans_of
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")
@@ -100,12 +100,12 @@ class SliceReader:
         self._shards = shards
         self._last: tuple[Tensor, Tensor] | None = None
 
-    def read(self, slot: int, dim: int, start: int, length: int) -> Tensor:
-        """Return a slice of the tensor in ``slot``."""
-        shard = self._shards[slot]
+    def read(self, move: Move) -> Tensor:
+        """Return the slice that is moved from one of the shards."""
+        shard = self._shards[move.source_slot]
         if self._last is None or self._last[0] is not shard.param:
             self._last = shard.param, shard.values()
-        return self._last[1].narrow(dim, start, length)
+        return self._last[1].narrow(move.dim, move.source_start, move.length)
 
 
 def _joined(values: Tensor, spans: Sequence[Span], dim: int) -> Tensor:

@@ -96,7 +96,7 @@ class WholeTensors(PolicyWeights):
         rank, sources = dist.get_rank(), SliceReader(shards)
         for bucket in self._buckets:
             arriving = exchanged([move for move in bucket if move.source_rank != move.target_rank], sources)
-            kept = [(move, _source(sources, move)) for move in bucket if move.source_rank == rank == move.target_rank]
+            kept = [(move, sources.read(move)) for move in bucket if move.source_rank == rank == move.target_rank]
             slots = sorted({move.target_slot for move in bucket if move.target_rank == rank})
             if slots:
                 tensors = {slot: self._wanted[slot] for slot in slots}
@@ -228,10 +228,6 @@ def tensor_in(memory: Tensor, place: TensorInBucket) -> Tensor:
     return memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def _source(shards: SliceReader, move: Move) -> Tensor:
-    return shards.read(move.source_slot, move.dim, move.source_start, move.length)
-
-
 def exchanged(bucket: Sequence[Move], sources: SliceReader) -> list[tuple[Move, Tensor]]:
     """Exchange the moves of one bucket (a collective); return the moves to this rank with their values, flat."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -250,7 +246,7 @@ def exchanged(bucket: Sequence[Move], sources: SliceReader) -> list[tuple[Move, 
     outgoing = torch.empty(sum(out_sizes), dtype=dtype, device=device)
     incoming = torch.empty(sum(in_sizes), dtype=dtype, device=device)
     for move, part in zip(outbound, outgoing.split([move.nbytes // dtype.itemsize for move in outbound]), strict=True):
-        source = _source(sources, move)
+        source = sources.read(move)
         part.view(source.shape).copy_(source)
     dist.all_to_all_single(incoming, outgoing, in_sizes, out_sizes)
     return list(zip(inbound, incoming.split([move.nbytes // dtype.itemsize for move in inbound]), strict=True))

@@ -108,7 +108,6 @@ class TransferEndpoint(PolicyWeights):
         self, schedule: RankSchedule, shards: Sequence[WeightShard], device: torch.device, address: str
     ) -> None:
         self._schedule, self._shards, self.device = schedule, shards, device
-        self._reader = SliceReader(shards)
         self._end = TRANSPORTS.get_or_raise(schedule.transport)(schedule, device, address)
 
     def listen(self) -> Any:
@@ -157,19 +156,18 @@ class TransferEndpoint(PolicyWeights):
         return TransferOutcome(seconds, self._end.buffer_bytes, None, failure, peer)
 
     def _send(self) -> None:
-        self._reader = SliceReader(self._shards)  # the weights have changed
+        sources = SliceReader(self._shards)
         for index, bucket in enumerate(self._schedule.buckets):
             buffer = self._end.buffer(index)
-            relayed = self._exchange(index)
+            relayed = self._exchange(index, sources)
             for slices in bucket:
-                self._fill(buffer[slices.start : slices.start + slices.nbytes], slices.moves, relayed)
+                self._fill(buffer[slices.start : slices.start + slices.nbytes], slices.moves, sources, relayed)
             if buffer.is_cuda:
                 torch.cuda.current_stream().synchronize()
             self._end.send(index)
         self._end.flush()
-        self._reader = SliceReader(self._shards)  # without the last merged tensor
 
-    def _exchange(self, index: int) -> Mapping[Move, Tensor]:
+    def _exchange(self, index: int, sources: SliceReader) -> Mapping[Move, Tensor]:
         """Exchange slices of a bucket with the other ranks that send, and return those that this one relays.
 
         The exchange is a collective of NCCL, which must not wait for a rank whose receiver is gone. So all ranks first
@@ -178,7 +176,7 @@ class TransferEndpoint(PolicyWeights):
         if not self._schedule.exchanges:
             return {}
         self._end.wait_for_senders()
-        return dict(exchanged(self._schedule.exchanges[index], self._reader))
+        return dict(exchanged(self._schedule.exchanges[index], sources))
 
     def _receive(self) -> None:
         for shard in self._shards:
@@ -199,14 +197,12 @@ class TransferEndpoint(PolicyWeights):
             if data.is_cuda:
                 torch.cuda.current_stream().synchronize()
 
-    def _fill(self, data: Tensor, moves: Sequence[Move], relayed: Mapping[Move, Tensor]) -> None:
+    def _fill(self, data: Tensor, moves: Sequence[Move], sources: SliceReader, relayed: Mapping[Move, Tensor]) -> None:
         """Copy slices of this rank's tensors, or relayed ones, into ``data``, converted to the dtype that travels."""
         rank = self._schedule.rank
         for move, part in zip(moves, _parts(data, moves), strict=True):
-            if move.source_rank == rank:
-                tensor = self._reader.read(move.source_slot, move.dim, move.source_start, move.length)
-            else:
-                tensor = relayed[move._replace(target_rank=rank)]
+            is_local = move.source_rank == rank
+            tensor = sources.read(move) if is_local else relayed[move._replace(target_rank=rank)]
             part.view(tensor.shape).copy_(tensor)
 
 

@@ -207,6 +207,13 @@ class Llama(ModelFamily):
         } | part
 
 
+def layers_with_experts(fields: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether it has experts, if the model has any."""
+    every = fields["transformer"].get("moe_layer_freq", 1)
+    layers = range(fields["num_layers"])
+    return [layer % every == 0 for layer in layers] if isinstance(every, int) else [bool(one) for one in every]
+
+
 def rope_kind(rope: Mapping[str, Any], keys: Mapping[str, Sequence[str]]) -> str:
     """Return the type of rotary positions, one of ``keys``, which has the keys that belong to each type.
 

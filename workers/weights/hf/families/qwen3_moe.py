@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from workers.weights.hf.families.llama import EXPERT_NAMES, Llama
+from workers.weights.hf.families.llama import EXPERT_NAMES, Llama, layers_with_experts
 from workers.weights.hf.families.qwen3 import Qwen3
 from workers.weights.hf.family import register_model_family
 from workers.weights.hf.fields import Field, flag_of, layered, not_built, optional_size_of, size, size_of
@@ -48,9 +48,6 @@ class Qwen3Moe(Qwen3):
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """As Qwen3's, with the experts."""
-        every = fields["transformer"].get("moe_layer_freq", 1)
-        layers = range(fields["num_layers"])
-        with_experts = [layer % every == 0 for layer in layers] if isinstance(every, int) else every
         width = fields["moe_ffn_hidden_size"] or fields["ffn_hidden_size"] or 4 * fields["hidden_size"]
         return super().config_from(fields) | {
             "num_experts": fields["num_moe_experts"],
@@ -58,7 +55,7 @@ class Qwen3Moe(Qwen3):
             "moe_intermediate_size": width,
             "norm_topk_prob": not fields["transformer"].get("moe_router_pre_softmax", False),
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [layer for layer in layers if not with_experts[layer]],
+            "mlp_only_layers": [layer for layer, routed in enumerate(layers_with_experts(fields)) if not routed],
         }
 
 
