@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
 from workers import ActorConfig, ActorRolloutRefWorker, ParallelConfig, RolloutConfig, model_config_from_hf
-from workers.weights.hf.files import save_tensors
+from workers.weights.hf.export_files import save_tensors
 
 QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.")
 PROMPT, RESPONSE = 64, 32

@@ -39,6 +39,7 @@ from workers.role_worker import PolicySettings
 from workers.router_replay.replay import RouterReplay
 from workers.router_replay.routers import ModelRouters
 from workers.router_replay.rows import RowExperts
+from workers.same_policy import check_same_policy
 from workers.train.batch_checks import temperature_of
 from workers.train.batches import TokenBatch, tensor_columns
 from workers.train.forward import forward_hidden, forward_top, is_last_chunk, takes_distinct_tokens, token_scores
@@ -56,7 +57,7 @@ from workers.train.metrics import Rule, reported
 from workers.train.mini_batches import division_of
 from workers.train.pipeline import Loss
 from workers.train.trainer import Trainer
-from workers.weight_sender import WeightSender, check_same_policy
+from workers.weight_sender import WeightSender
 from workers.weights.mixing import mix_weights
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from megatron.core.transformer import TransformerConfig
 
 from mcontroller.errors import ConfigError
+from workers.computed_fields import computed_fields
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
 from workers.model.transformer_config import ACTIVATIONS, SAME_NAME, transformer_config
-from workers.same_policy import computed_fields
 
 _ACTIVATIONS = {function.__name__: name for name, function in ACTIVATIONS.items()}
 """Name of an activation function of torch or Megatron -> name in ``ModelConfig``."""

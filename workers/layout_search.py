@@ -108,22 +108,24 @@ def _update(actor: ActorConfig, world_size: int, lengths: Lengths) -> int:
 
     A layout with at most 2 ranks of the axes pp, ep and dp runs: the first and the last stage, with one and with two
     micro-batches in flight. More in flight add as much each. Experts are divided over ep, and the optimizer's state
-    over dp and edp.
+    over dp and edp. All stages run of a model whose layers are named by their numbers, or written as a pattern: with
+    fewer layers it is not the same.
 
     Raises:
         MControllerError: the layout does not fit the model.
     """
     parallel, layout = actor.parallel, actor.parallel.layout(world_size)
     check_fit(actor.model, parallel)
-    copies = min(world_size, 2)
-    experts = min(actor.model.num_moe_experts or 1, copies)
-    small = replace(parallel, pp=min(parallel.pp, 2), ep=experts)
-    layers = actor.model.num_layers // parallel.pp
-    transformer = {
-        name: [*value[:layers], *value[-layers:]] if small.pp == 2 and isinstance(value, (list, tuple)) else value
-        for name, value in actor.model.transformer.items()
-    }
-    model = replace(actor.model, num_layers=layers * small.pp, transformer=transformer)
+    model, copies = actor.model, min(world_size, 2)
+    small = replace(parallel, ep=min(model.num_moe_experts or 1, copies))
+    if not model.names_layers and model.hybrid_layer_pattern is None:
+        small = replace(small, pp=min(parallel.pp, 2))
+        layers = model.num_layers // parallel.pp
+        transformer = {
+            name: [*value[:layers], *value[-layers:]] if small.pp == 2 and isinstance(value, (list, tuple)) else value
+            for name, value in model.transformer.items()
+        }
+        model = replace(model, num_layers=layers * small.pp, transformer=transformer)
     config = replace(actor, parallel=small, model=model)
     variant = variant_of(config, small.layout(small.tp * small.cp * small.pp * copies))
     role = ModelRole(ActorRolloutRefWorker, config, "actor", variant)
@@ -155,8 +157,10 @@ def _scaled_peak(use: Use, ran: Variant, other: Variant) -> int:
 
     before = states(ran, use.trained - use.trained_experts, use.trained_experts)
     after = states(other, trained - trained_experts, trained_experts)
-    scales = {"parameters": weights / use.weights, "gradients": trained / use.trained, "optimizer": after / before}
-    return round(use.peak + sum((scale - 1) * use.by_kind.get(kind, 0) for kind, scale in scales.items()))
+    scales = {"parameters": (weights, use.weights), "gradients": (trained, use.trained), "optimizer": (after, before)}
+    # A stage may train nothing: adapters of some layers.
+    changes = [(new / old - 1) * use.by_kind.get(kind, 0) for kind, (new, old) in scales.items() if old]
+    return round(use.peak + sum(changes))
 
 
 def _layouts(actor: ActorConfig, world_size: int, most_tp: int) -> Iterator[ParallelConfig]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import ConfigError, DataError, before_changes
+from mcontroller.errors import DataError, before_changes
 from workers.config import ActorConfig
 from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import ReadableRollout
@@ -22,34 +21,10 @@ from workers.same_policy import differing_fields
 from workers.train.state import TrainingState
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.names import bridge_of, hf_shards, model_family
-from workers.weights.shards import WeightShard, model_shards, unknown_positions
+from workers.weights.shards import WeightShard, check_movable, model_shards
 from workers.weights.transfer.endpoint import RankSchedule, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.whole_tensors import receives_all
-
-OF_AN_ENGINE = ("max_rows", "engine", "vllm", "verify_weights")
-"""Fields of RolloutConfig that only the group that generates reads."""
-
-
-def check_same_policy(source: ActorConfig, target: ActorConfig) -> None:
-    """Check that weights can go from groups of one configuration to groups of another, before any process starts.
-
-    Raises:
-        ConfigError: the models compute something else (see ``differing_fields``); the settings of generation differ;
-            or only one of them has ``router_replay=rollout``.
-    """
-    _raise_differing("model", differing_fields(source.model, target.model, source.parallel, target.parallel))
-    names = [field.name for field in dataclasses.fields(source.rollout) if field.name not in OF_AN_ENGINE]
-    sampling = {name: (getattr(source.rollout, name), getattr(target.rollout, name)) for name in names}
-    _raise_differing("rollout", {name: pair for name, pair in sampling.items() if pair[0] != pair[1]})
-    modes = source.router_replay, target.router_replay
-    if "rollout" in modes and modes[0] != modes[1]:
-        raise ConfigError(
-            f"actor_rollout_ref.router_replay is {modes[0]!r}, and rollout.router_replay {modes[1]!r}: the actor "
-            "replays what the rollout records; set both to the same value",
-            key="rollout.router_replay",
-            value=target.router_replay,
-        )
 
 
 class WeightSender:
@@ -85,7 +60,8 @@ class WeightSender:
             receiver: the engine that gets them, if one does: the parts are tensors of a Hugging Face checkpoint.
 
         Raises:
-            DataError: the engine has another model, or a tensor has no counterpart in a Hugging Face checkpoint.
+            DataError: the engine has another model; a tensor has no counterpart in a Hugging Face checkpoint; or the
+                position of a weight in the whole model is unknown.
         """
         hf_names = receiver is not None
         if receiver is not None:
@@ -100,11 +76,19 @@ class WeightSender:
                 model = self._config.model, self._config.parallel
                 bucket_bytes = self._config.rollout.vllm.bucket_bytes
                 engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, bucket_bytes, model)
-        described = tuple(shard.described() for shard in shards)
-        unknown = () if hf_names else tuple(unknown_positions(shards))
-        place = node_id(), os.getpid(), gpu
-        nccl_host = os.environ.get("NCCL_HOSTID", "")
-        return RankWeights(described, unknown, *place, verify, visible_gpus(), engine, nccl_host)
+        if not hf_names:
+            with before_changes():
+                check_movable(shards)
+        return RankWeights(
+            tensors=tuple(shard.part for shard in shards),
+            node=node_id(),
+            pid=os.getpid(),
+            device=gpu,
+            verify=verify,
+            visible=visible_gpus(),
+            engine=engine,
+            nccl_host=os.environ.get("NCCL_HOSTID", ""),
+        )
 
     def _check_model(self, engine: ServedEngine) -> None:
         """Raise DataError if an engine has another model, since it does not report the shapes of its tensors."""
@@ -200,15 +184,3 @@ class WeightSender:
         endpoint = self._endpoints.pop(transfer, None)
         if endpoint is not None:
             endpoint.close()
-
-
-def _raise_differing(section: str, differing: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise ConfigError for the first of the fields that differ."""
-    for name, (ours, theirs) in sorted(differing.items()):
-        raise ConfigError(
-            f"rollout.{section}.{name} is {theirs!r}, and actor_rollout_ref.{section}.{name} is {ours!r}: both groups "
-            "have the same policy, so set them to the same value",
-            key=f"rollout.{section}.{name}",
-            value=theirs,
-            differing={f"{section}.{field}": pair for field, pair in differing.items()},
-        )

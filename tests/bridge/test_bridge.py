@@ -105,7 +105,7 @@ def parts(path: Path) -> list[dict[str, torch.Tensor]]:
     model = dataclasses.asdict(model_config_from_hf(path, dtype="float32", **BRIDGE))
     worker = actor({"tp": 2, "pp": 2, "sequence_parallel": True}, "actor", model=model)
     with worker.context.activate():
-        first = {shard.name: shard.param for shard in hf_shards(worker.model, worker.context, None)}
+        first = {shard.part.name: shard.param for shard in hf_shards(worker.model, worker.context, None)}
         copies = {name: tensor.clone() for name, tensor in first.items()}
         for parameter in worker.model[0].parameters():
             parameter.data *= 2

@@ -29,9 +29,9 @@ def end(timeout: float, buckets: int = 1) -> tuple[Any, dict[int, Any]]:
     schedule = RankSchedule(
         transfer="one",
         transport="process_group",
-        sends=rank == 0,
         rank=rank,
         size=2,
+        sources=1,
         buckets=planned,
         timeout=timeout,
     )
@@ -43,15 +43,15 @@ def end(timeout: float, buckets: int = 1) -> tuple[Any, dict[int, Any]]:
 
 def received() -> list[int]:
     mine, addresses = end(30)
-    mine.connect(addresses, Deadline(30))
+    mine.connect(addresses)
     if dist.get_rank() == 0:
-        mine.buffer(0, Deadline(30)).copy_(torch.arange(NBYTES, dtype=torch.uint8, device="cuda"))
-        mine.send(0, Deadline(30))
+        mine.buffer(0).copy_(torch.arange(NBYTES, dtype=torch.uint8, device="cuda"))
+        mine.send(0)
         arrived = []
     else:
-        ((_, data),) = mine.receive(0, Deadline(30))
+        ((_, data),) = mine.receive(0)
         arrived = data.tolist()
-    mine.flush(Deadline(30))
+    mine.flush()
     dist.barrier()
     mine.close()
     return arrived
@@ -64,12 +64,13 @@ def test_bytes_arrive() -> None:
 def unreceived() -> str:
     """Rank 1 connects and never receives; the group's timeout ends before the deadline."""
     mine, addresses = end(0.5)
-    mine.connect(addresses, Deadline(0.5))
+    mine.connect(addresses)
+    mine.deadline = Deadline(30)
     error = ""
     if dist.get_rank() == 0:
-        mine.send(0, Deadline(30))
+        mine.send(0)
         with pytest.raises(PeerLost) as raised:
-            mine.flush(Deadline(30))
+            mine.flush()
         error = raised.value.cause
     dist.barrier()
     mine.close()
@@ -83,20 +84,21 @@ def test_a_transfer_that_times_out_does_not_end_the_process_that_sends() -> None
 def slow() -> list[int]:
     """Rank 1 posts two receives, and waits for the second 20 s after it was posted, with a deadline of 10 s."""
     mine, addresses = end(30, buckets=2)
-    mine.connect(addresses, Deadline(30))
+    mine.connect(addresses)
     arrived = []
     if dist.get_rank() == 0:
         for index in range(2):
             if index == 1:
                 dist.recv(torch.zeros(1, device="cuda"), 1)
-            mine.buffer(index, Deadline(30)).fill_(index + 1)
-            mine.send(index, Deadline(30))
+            mine.buffer(index).fill_(index + 1)
+            mine.send(index)
     else:
-        arrived += [data[0].item() for _, data in mine.receive(0, Deadline(30))]
+        arrived += [data[0].item() for _, data in mine.receive(0)]
         for work in mine._group._works:
             work.started -= 20
         dist.send(torch.zeros(1, device="cuda"), 0)
-        arrived += [data[0].item() for _, data in mine.receive(1, Deadline(10))]
+        mine.deadline = Deadline(10)
+        arrived += [data[0].item() for _, data in mine.receive(1)]
     dist.barrier()
     mine.close()
     return arrived
@@ -111,9 +113,9 @@ def absent() -> tuple[int, str]:
     failure = -1, ""
     if dist.get_rank() == 0:
         with pytest.raises(PeerLost) as raised:
-            mine.connect(addresses, Deadline(0.5))
-            mine.send(0, Deadline(0.5))
-            mine.flush(Deadline(0.5))
+            mine.connect(addresses)
+            mine.send(0)
+            mine.flush()
         failure = raised.value.peer, str(raised.value)
     dist.barrier()
     mine.close()

@@ -15,8 +15,8 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from workers import ActorConfig, ActorRolloutRefWorker, load_config
 from workers.generate.vllm.rollout import VllmRollout
+from workers.weights.fingerprints import WeightsNotArrived
 from workers.weights.moves import TensorInBucket
-from workers.weights.verification import WeightsNotArrived
 from workers.weights.whole_tensors import BucketMemory, PolicyWeights, Receivers, tensor_in
 
 VOCAB, PROMPT, RESPONSE = 131, 160, 12  # prompts of more than one block of vLLM's cache

@@ -11,7 +11,7 @@ import pytest
 from mcontroller import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
 from tests.vllm.policies import POLICIES, Actor, actor_config, prompts
 from tests.vllm.test_vllm_rollout import GREEDY, update
-from workers.weights.verification import WeightsNotArrived
+from workers.weights.fingerprints import WeightsNotArrived
 
 TINY_STEPS = {"lr": 1e-6, "eps": 1e-8, "weight_decay": 0.0, "warmup_steps": 0}
 ENGINE_OF_TWO = {  # an engine with two ranks that have the same head of keys, and half of each expert

@@ -25,4 +25,4 @@ def load_full_state_dict(
 ) -> None:
     """Copy this rank's parts of ``state`` into its weights."""
     for shard in named_shards(chunks, context):
-        shard.param.copy_(shard.slice_of(state[shard.name]))
+        shard.param.copy_(shard.slice_of(state[shard.part.name]))

@@ -9,7 +9,7 @@ import pytest
 from mcontroller.errors import ConfigError
 from tests.workers.roles import MODEL
 from workers.config import ActorConfig, load_config
-from workers.weight_sender import check_same_policy
+from workers.same_policy import check_same_policy
 
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "qk_layernorm": True}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}

@@ -60,7 +60,7 @@ class Checkpointer:
             DataError: on every rank, if one of them cannot write; earlier checkpoints stay. An asynchronous save
                 raises in the call that would finish it.
         """
-        directory = self._saver.start(self._state, path, global_step, max_to_keep, reshardable)
+        directory = self._saver.start(self._state, self._model, path, global_step, max_to_keep, reshardable)
         if not asynchronous:
             self._saver.finish()
         return str(directory)
@@ -84,7 +84,7 @@ class Checkpointer:
         distributed = {phase: bool(optim.distributed_optimizer) for phase, optim in trainer.phases.items()}
         with before_changes():
             checkpoint = open_checkpoint(path, self._model.vocab_size)
-            without_head = check_checkpoint(state, checkpoint, distributed)
+            without_head = check_checkpoint(state, self._model, checkpoint, distributed)
         manifest = checkpoint.manifest
         counters = dict(manifest["counters"])
         mixed = counters.pop("reference_in_float32", False) and {"model", "reference"} <= state.models.keys()
@@ -183,4 +183,4 @@ class Checkpointer:
             DataError: ``path`` is not empty.
             ConfigError: the model has no adapter, or is trained in other weights too.
         """
-        export_adapter(self._state.model, path, self._model)
+        export_adapter(self._state.model, path, self._model, self._state.base)

@@ -32,6 +32,7 @@ from workers.checkpoint.megatron_lm import find_megatron_lm_checkpoint, megatron
 from workers.checkpoint.optimizer_state import check_buckets, merge_optimizer_state
 from workers.checkpoint.state import (
     RANDOM,
+    computed_function,
     is_adapted,
     layout_of,
     needed_shapes,
@@ -41,6 +42,7 @@ from workers.checkpoint.state import (
     weight_prefix,
 )
 from workers.checkpoint.unpickle import check_objects, known_types, read_common, read_metadata
+from workers.config.model import ModelConfig
 from workers.train.state import TrainingState, set_random_state
 from workers.weights.same_tensors import check_same_tensors
 
@@ -148,11 +150,14 @@ def _verify_config(checkpoint: Path) -> None:
         raise DataError(text, path=str(checkpoint), file=_CONFIG)
 
 
-def check_checkpoint(training: TrainingState, checkpoint: Checkpoint, distributed: Mapping[str, bool]) -> bool:
+def check_checkpoint(
+    training: TrainingState, model: ModelConfig, checkpoint: Checkpoint, distributed: Mapping[str, bool]
+) -> bool:
     """Compare a checkpoint with the models and the optimizer that it is to be loaded into (a collective).
 
     Args:
         training: the objects to load into.
+        model: the configuration of its models.
         checkpoint: as ``open_checkpoint`` returns it.
         distributed: by phase of training, whether its optimizer is a distributed one; empty if it is not trained.
 
@@ -160,9 +165,9 @@ def check_checkpoint(training: TrainingState, checkpoint: Checkpoint, distribute
         Whether its head is left out: the model has a value head, and the checkpoint is of a model with logits.
 
     Raises:
-        DataError: on every rank, if weights are missing, unexpected or of another shape; if the optimizer's state is
-            missing, of an unknown phase, in buckets that this optimizer does not have, or that of a distributed
-            optimizer and this one is not, or the reverse.
+        DataError: on every rank, if weights are missing, unexpected or of another shape; if the model computes
+            something else with them; if the optimizer's state is missing, of an unknown phase, in buckets that this
+            optimizer does not have, or that of a distributed optimizer and this one is not, or the reverse.
     """
     directory, manifest, metadata = checkpoint
     saved = saved_shapes(metadata, manifest["parts"], manifest["vocab_size"])
@@ -179,6 +184,7 @@ def check_checkpoint(training: TrainingState, checkpoint: Checkpoint, distribute
             have, need = ({name: shape for name, shape in it.items() if name not in _OF_HEAD} for it in (have, need))
         text = f"the checkpoint {str(directory)!r} does not match the {part}"
         check_same_tensors(have, need, text, path=str(directory))
+    raise_on_every_rank(lambda: _check_function(computed_function(training, model), manifest, directory))
     if without_head:
         if dist.get_rank() == 0:
             _logger.warning(
@@ -222,6 +228,22 @@ def _check_base(base: Mapping[str, Any] | None, saved: Mapping[str, Any] | None,
             f"{start}adapters that are multiplied by {saved['scale']:g}, and model.lora says {base['scale']:g}: set "
             "model.lora.alpha, rank and use_rslora as they were",
             path=str(checkpoint),
+        )
+
+
+def _check_function(function: Mapping[str, Any], manifest: Manifest, checkpoint: Path) -> None:
+    """Raise DataError if the model computes something else than the saved one did with weights of the same shapes."""
+    saved = manifest.get("function", {})
+    differing = {name: (saved[name], function[name]) for name in sorted(saved.keys() & function.keys())}
+    differing = {name: (old, new) for name, (old, new) in differing.items() if old != new}
+    if differing:
+        text = "; ".join(f"{name} is {new!r}, saved with {old!r}" for name, (old, new) in differing.items())
+        raise DataError(
+            f"the checkpoint {str(checkpoint)!r} is of a model that computes something else with the same weights: "
+            f"{text:.500}. Set the fields of model as they were; to change them, export_hf, and set model.hf_path to "
+            "the export with another config.json",
+            path=str(checkpoint),
+            differing=differing,
         )
 
 

@@ -62,6 +62,8 @@ class Manifest(TypedDict):
     """The size of the vocabulary without padding; None if the model has none."""
     base: NotRequired[dict[str, Any] | None]
     """If the weights are of adapters: path and SHA-256 of the base, and the factor of the adapters; else None."""
+    function: NotRequired[dict[str, Any]]
+    """Fields with which weights of the same shapes compute something else, see ``function_of``; missing if unknown."""
     files: dict[str, FileEntry]
     """The other files of the directory, with their lengths and checksums; empty if unknown."""
 

@@ -70,7 +70,8 @@ from workers.checkpoint.manifest import (
     write_manifest,
 )
 from workers.checkpoint.optimizer_state import buckets_to_save
-from workers.checkpoint.state import layout_of, sharded_state, vocab_size_of
+from workers.checkpoint.state import computed_function, layout_of, sharded_state, vocab_size_of
+from workers.config.model import ModelConfig
 from workers.train.state import TrainingState
 
 _CHUNK = 1 << 22
@@ -92,12 +93,19 @@ class Saver:
         self._strategies: dict[Hashable, FullyParallelSaveStrategyWrapper] = {}
 
     def start(
-        self, training: TrainingState, path: str | os.PathLike[str], step: int, keep: int | None, reshardable: bool
+        self,
+        training: TrainingState,
+        model: ModelConfig,
+        path: str | os.PathLike[str],
+        step: int,
+        keep: int | None,
+        reshardable: bool,
     ) -> Path:
         """Begin to write ``<path>/global_step_<step>``, and return this path.
 
         Args:
             training: the objects to save. The optimizer is saved only if its schedule has made a step.
+            model: the configuration of its models.
             path: a directory on a file system that all nodes share.
             step: the number in the directory's name.
             keep: how many checkpoints stay under ``path``: this one and the newest steps of the others; None keeps all.
@@ -121,7 +129,7 @@ class Saver:
             training = dataclasses.replace(training, optimizer=None)
         buckets = None if reshardable or training.optimizer is None else buckets_to_save(training.optimizer)
         state = sharded_state(training, loading=False, in_buckets=buckets is not None)
-        manifest = _manifest(training, step, buckets)
+        manifest = _manifest(training, model, step, buckets)
         structure = (*manifest["parts"], reshardable)
         strategy = self._strategies.get(structure) or FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy(), training.context.pg.dp_cp, do_cache_distribution=True
@@ -197,7 +205,7 @@ class _Save:
             ) from error
 
 
-def _manifest(training: TrainingState, step: int, buckets: Buckets | None) -> Manifest:
+def _manifest(training: TrainingState, model: ModelConfig, step: int, buckets: Buckets | None) -> Manifest:
     optimizer = training.optimizer
     return {
         "format": FORMAT,
@@ -210,6 +218,7 @@ def _manifest(training: TrainingState, step: int, buckets: Buckets | None) -> Ma
         "counters": training.counters | ({"reference_in_float32": 1} if training.float32 else {}),
         "vocab_size": vocab_size_of(training),
         "base": training.base,
+        "function": computed_function(training, model),
         "files": {},
     }
 

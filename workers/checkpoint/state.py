@@ -10,11 +10,13 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from parallel_state.agreement import all_gather_values
+from workers.computed_fields import function_of
+from workers.config.model import ModelConfig
 from workers.train.state import TrainingState, random_state
 
 Shapes = Mapping[str, Mapping[str, list[int]]]
@@ -33,6 +35,12 @@ def layout_of(training: TrainingState) -> dict[str, Any]:
         "world_size": layout.world_size,
         **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")},
     }
+
+
+def computed_function(training: TrainingState, model: ModelConfig) -> dict[str, Any]:
+    """Return the fields with which weights of the same shapes compute something else; see ``function_of``."""
+    chunk = next(chunk for chunks in training.models.values() for chunk in chunks)
+    return function_of(get_model_config(chunk), model)
 
 
 def weight_prefix(part: str) -> str:

@@ -5,6 +5,7 @@ A pattern is the end of a whole name, in Megatron's names or Hugging Face's, and
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,13 @@ from workers.config.model import ModelConfig
 from workers.weights.hf.config import read_config
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, hf_names_of, matching_family
 
-_LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention|mlp)\.[\w.]*?)(linear_\w+)\.weight(\d*)")
+_LINEAR = re.compile(
+    r"(decoder\.layers\.\d+\.(?:(?:self_attention|mlp)\.[\w.]*?linear_\w+|mixer\.(?:in|out)_proj))\.weight(\d*)"
+)
 _EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]$")
 _GATED = (".gate_proj", ".up_proj", ".down_proj")
+# Mixtral's experts have other names in files than in transformers 5, which PEFT follows.
+_MODULES = {".block_sparse_moe.": ".mlp.", ".w1": ".gate_proj", ".w3": ".up_proj", ".w2": ".down_proj"}
 _CHECKED: set[str] = set()
 """Models that ``check_trained`` accepted: a search of layouts asks 2,000 times, and 128 experts have 12,000 names."""
 
@@ -41,22 +46,37 @@ class Target:
     experts: bool
 
 
+def linear_names(tensors: Sequence[str]) -> list[str]:
+    """Return the names that the linear layers of these tensors of a checkpoint have in transformers and PEFT.
+
+    All experts of a layer are one module there.
+    """
+    names = []
+    for tensor in tensors:
+        name = re.sub(r"\.experts\.\d+\.", ".experts.", tensor.removesuffix(".weight"))
+        if ".block_sparse_moe." in name:
+            for file, module in _MODULES.items():
+                name = name.replace(file, module)
+        names.append(name)
+    return names
+
+
 def adapter_target(lora: LoraConfig, name: str, hf_names: Sequence[str]) -> Target | None:
     """Return the adapter of a linear layer; None if it has none.
 
     Args:
         lora: what is adapted.
         name: of the layer in the whole model, ``decoder.layers.3.mlp.linear_fc1``.
-        hf_names: of the tensors that its weight consists of, in the order of its rows, without ``.weight``.
+        hf_names: of the tensors that its weight consists of, in the order of its rows, as ``linear_names``.
 
     Raises:
-        ConfigError: gate and up of experts, which have one A, are not selected together; or the experts have other
-            names, as Mixtral's.
+        ConfigError: gate and up of experts, which have one A, are not selected together; the experts have other names,
+            as those of gpt-oss; or it is a layer of Mamba.
     """
     experts = _EXPERT.search(name) is not None
     if experts and not lora.experts:
         return None
-    names = [re.sub(r"\.experts\.\d+\.", ".experts.", hf_name) for hf_name in hf_names] or [name]
+    names = list(hf_names) or [name]
     chosen = [_is_chosen(lora, name, hf_name) for hf_name in names]
     if experts and hf_names and any(chosen) and not all(hf_name.endswith(_GATED) for hf_name in names):
         raise ConfigError(
@@ -78,6 +98,13 @@ def adapter_target(lora: LoraConfig, name: str, hf_names: Sequence[str]) -> Targ
             )
     if not any(chosen):
         return None
+    if not name.rpartition(".")[2].startswith("linear_"):
+        raise ConfigError(
+            f"model.lora selects {names[0]}, a layer with states, of which adapters are not computed: add "
+            f"{name.rpartition('.')[2]!r} to model.lora.exclude, or name other layers in model.lora.targets",
+            key="model.lora.exclude",
+            value=lora.exclude,
+        )
     numbers = iter(range(len(names)))
     pieces = tuple(next(numbers) if is_chosen else None for is_chosen in chosen)
     return Target(name, tuple(hf_name for hf_name, yes in zip(names, chosen, strict=True) if yes), pieces, experts)
@@ -125,7 +152,7 @@ def model_family_of(model: ModelConfig) -> ModelFamily | None:
         return MODEL_FAMILIES.get_or_raise(model.family, "model.family")
     if model.provider == "bridge":
         return MODEL_FAMILIES.get(str(read_config(str(model.hf_path)).get("model_type")))
-    return matching_family({name: getattr(model, name) for name in ("add_qkv_bias", "qk_layernorm", "num_moe_experts")})
+    return matching_family({field.name: getattr(model, field.name) for field in dataclasses.fields(model)})
 
 
 def check_trained(model: ModelConfig) -> None:
@@ -137,9 +164,7 @@ def check_trained(model: ModelConfig) -> None:
     lora = model.lora
     if lora is None and not model.freeze and not model.train_only:
         return
-    fields = model.family, model.provider, model.hf_path, model.num_layers, model.num_moe_experts, model.transformer
-    flags = model.gated_linear_unit, model.add_qkv_bias, model.qk_layernorm
-    checked = repr((fields, flags, lora, model.freeze, model.train_only))
+    checked = repr(model)
     if checked in _CHECKED:
         return
     weights = {name: hf_names for name, hf_names in _weights_of(model)}
@@ -196,16 +221,16 @@ def _weights_of(model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _linears_of(model: ModelConfig, weights: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, hf_names in weights.items():
         linear = _LINEAR.fullmatch(name)
-        if linear is not None and linear[3] in ("", "0"):
-            split = model.gated_linear_unit or linear[2] != "linear_fc1"
-            yield linear[1] + linear[2], tuple(hf_name.removesuffix(".weight") for hf_name in hf_names) if split else ()
+        if linear is not None and linear[2] in ("", "0") and (model.has_states or ".mixer." not in name):
+            split = model.gated_linear_unit or not linear[1].endswith(".linear_fc1")
+            yield linear[1], tuple(linear_names(hf_names)) if split else ()
 
 
 def _joined(name: str, hf_names: Sequence[str]) -> tuple[str, ...]:
     """The name of gate and up of an expert in transformers, where one tensor has those of all experts."""
-    if not _EXPERT.search(name):
+    if not _EXPERT.search(name) or not hf_names:
         return ()
-    prefix = hf_names[0].partition(".experts.")[0] + ".experts"
+    prefix = hf_names[0].rpartition(".")[0]
     return (f"{prefix}.gate_up_proj",) if len(hf_names) == 2 else (f"{prefix}.down_proj",)
 
 

@@ -11,8 +11,7 @@ from mcontroller.errors import ConfigError
 from parallel_state.agreement import all_gather_values
 from workers.config.rollout import RolloutConfig
 from workers.generate.rollout_protocol import ReadableRollout, Rollout
-from workers.weights.moves import dtypes_by_name
-from workers.weights.verification import Verification
+from workers.weights.fingerprints import Verification, dtypes_by_name
 from workers.weights.whole_tensors import StreamedTensors, WholeTensors
 
 logger = logging.getLogger(__name__)

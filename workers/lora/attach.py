@@ -12,7 +12,7 @@ from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from parallel_state.releases import language_models
 from workers.config.model import ModelConfig
-from workers.config.trained_weights import adapter_target, check_not_overlapped, trains
+from workers.config.trained_weights import adapter_target, check_not_overlapped, linear_names, trains
 from workers.lora.adapters import Adapter, Adapters
 from workers.lora.peft_files import load_adapter
 from workers.weights.hf.names import rows_of_pieces, weight_names
@@ -40,8 +40,8 @@ def choose_trained_weights(
         return
     names_of = weight_names(chunks)
     for shard in named_shards(chunks, context):
-        head = value_head and shard.name.startswith("output_layer.")
-        shard.param.requires_grad_(head or trains(model, shard.name, names_of(shard.name)))
+        head = value_head and shard.part.name.startswith("output_layer.")
+        shard.param.requires_grad_(head or trains(model, shard.part.name, names_of(shard.part.name)))
     for chunk in chunks:
         if model.lora is not None:
             _add_adapters(chunk, model, context, names_of)
@@ -58,12 +58,12 @@ def _add_adapters(
     adapters = Adapters(lora.dropout)
     for position, block in enumerate(chunk.decoder.layers):
         for inside, layer in block.named_modules():
-            if not inside.rpartition(".")[2].startswith("linear_"):
+            if not inside.rpartition(".")[2].startswith("linear_") and not type(layer).__name__.endswith("Linear"):
                 continue
             name = f"decoder.layers.{block.layer_number - 1}.{inside}"
             experts = hasattr(layer, "num_gemms")
             weight = f"{name}.weight0" if experts else f"{name}.weight"
-            hf_names = [hf_name.removesuffix(".weight") for hf_name in names_of(weight)]
+            hf_names = linear_names(names_of(weight))
             gated = config.gated_linear_unit or not name.endswith(".linear_fc1")
             target = adapter_target(lora, name, hf_names if gated else [])
             if target is None:

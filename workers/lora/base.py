@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
 
 import torch
 
+from workers.computed_fields import initial_fields
 from workers.config.model import ModelConfig
-from workers.weights.hf.files import open_safetensors
+from workers.weights.hf.files import open_safetensors, weight_paths
+from workers.weights.hf.hub import local_directory
 
 _SAMPLES = 3
 """Rows that are read of every tensor: the first, one in the middle, and the last."""
-_NOT_OF_BASE = ("lora", "freeze", "train_only", "hf_path", "dtype", "transformer_impl", "max_sequence_length")
 
 
 def base_hash(model: ModelConfig) -> str:
     """Return a SHA-256 of the weights that a model starts from: the same for any division into files.
 
     It covers the name, dtype and shape of every tensor at ``model.hf_path``, and some of its rows. Without a
-    checkpoint, it covers the sizes and the seed, from which the weights follow.
+    checkpoint, it covers the fields that the weights and what they compute follow from.
 
     Raises:
         DataError: a file is damaged.
     """
     digest = hashlib.sha256()
     if model.hf_path is None:
-        fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-        kept = {name: value for name, value in fields.items() if name not in _NOT_OF_BASE}
-        digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+        digest.update(json.dumps(initial_fields(model), sort_keys=True, default=str).encode())
         return digest.hexdigest()
-    files = map(open_safetensors, sorted(Path(model.hf_path).glob("*.safetensors")))
+    files = [open_safetensors(path) for path in weight_paths(Path(local_directory(model.hf_path)))]
     tensors = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
     for name, tensor in sorted(tensors.items()):
         shape = tensor.get_shape()

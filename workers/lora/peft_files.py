@@ -5,28 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mcontroller.errors import ConfigError, DataError, before_changes
-from mcontroller.files import partial_path
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config.model import ModelConfig
 from workers.lora.adapters import Adapter, adapters_of, changed_beside_adapters
 from workers.lora.base import base_hash
-from workers.weights.hf.files import (
-    discarded_if_it_fails,
-    open_safetensors,
-    publish_export,
-    save_tensors,
-    start_export,
-    writing_to,
-)
+from workers.weights.hf.export_files import exporting, on_first_rank, save_tensors, writing_to
+from workers.weights.hf.files import has_weights, open_safetensors
+from workers.weights.hf.hub import local_directory
 from workers.weights.moves import Span
 from workers.weights.shards import WeightShard, whole_shard
 from workers.weights.whole_tensors import Receivers, WholeTensors, tensors_in
@@ -65,12 +59,14 @@ def _experts_name(name: str, experts: set[str]) -> str:
 
 
 def _part(adapter: Adapter, name: str, factor: Tensor, dim: int) -> WeightShard:
+    whole = whole_shard(name, factor)
     if adapter.split != dim:
-        return whole_shard(name, factor)
-    ways, index, size = adapter.group.size(), adapter.group.rank(), factor.size(dim)
+        return whole
+    start, size = adapter.group.rank() * factor.size(dim), factor.size(dim)
     shape = list(factor.shape)
-    shape[dim] *= ways
-    return WeightShard(name, factor, tuple(shape), dim, (Span(index * size, (index + 1) * size, 0),), ways, index)
+    shape[dim] *= adapter.group.size()
+    part = whole.part._replace(shape=tuple(shape), dim=dim, spans=(Span(start, start + size, 0),))
+    return replace(whole, part=part)
 
 
 @torch.no_grad()
@@ -125,8 +121,8 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _name_in_file(shard: WeightShard) -> str:
     """Return the name of the tensor of a file that a part is of: of all experts, if it is of one."""
-    of_expert = _EXPERT.fullmatch(shard.name)
-    return shard.name if of_expert is None else f"{of_expert[1]}.lora_{of_expert[3][0]}.weight"
+    of_expert = _EXPERT.fullmatch(shard.part.name)
+    return shard.part.name if of_expert is None else f"{of_expert[1]}.lora_{of_expert[3][0]}.weight"
 
 
 def _check_all_read(unused: Collection[str], model: ModelConfig, path: Path) -> None:
@@ -147,7 +143,7 @@ def _check_all_read(unused: Collection[str], model: ModelConfig, path: Path) -> 
 def _value(shard: WeightShard, tensors: dict[str, Tensor], model: ModelConfig, path: Path) -> Tensor:
     """Return the whole tensor of a part from those of a file."""
     assert model.lora is not None
-    of_expert, rank, experts = _EXPERT.fullmatch(shard.name), model.lora.rank, model.num_moe_experts or 0
+    of_expert, rank, experts = _EXPERT.fullmatch(shard.part.name), model.lora.rank, model.num_moe_experts or 0
     name = _name_in_file(shard)
     whole = value = tensors.get(name)
     if value is not None and of_expert is not None:
@@ -156,50 +152,54 @@ def _value(shard: WeightShard, tensors: dict[str, Tensor], model: ModelConfig, p
             value = value[number * rank : (number + 1) * rank]
         elif of_expert[3] != "A" and value.dim() == 2 and value.size(1) == rank * experts:
             value = value.unflatten(1, (rank, experts))[..., number]
-            value = value if len(value) == shard.full_shape[0] else value.chunk(2)[int(of_expert[3][1])]
-    if value is None or tuple(value.shape) != shard.full_shape:
+            value = value if len(value) == shard.part.shape[0] else value.chunk(2)[int(of_expert[3][1])]
+    if value is None or tuple(value.shape) != shard.part.shape:
         actual = "none" if whole is None else list(whole.shape)
         raise DataError(
             f"the adapter at {str(path)!r} does not fit the model: {name} is {actual}, expected "
-            f"{list(shard.full_shape)}{'' if of_expert is None else ' of each expert'}",
+            f"{list(shard.part.shape)}{'' if of_expert is None else ' of each expert'}",
             path=str(path),
             tensor=name,
         )
     return value
 
 
-def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None:
+def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig, base: Mapping[str, Any] | None) -> None:
     """Write the adapter as a new directory in PEFT's format (a collective).
 
     The file names the hash of the base (``base_hash``) in its metadata.
+
+    Args:
+        chunks: this rank's model chunks.
+        path: the directory.
+        model: of the chunks.
+        base: ``TrainingState.base``.
 
     Raises:
         ConfigError: the model has no adapter, or trains weights that PEFT's format does not have.
         DataError: ``path`` exists and is not empty, or cannot be written. The group goes on, and nothing is left there.
     """
-    lora, target = model.lora, Path(path)
     with before_changes():
         also = {name for names in all_gather_values(changed_beside_adapters(chunks)) for name in names}
-        if lora is None or also:
-            why = "model.lora is not set" if lora is None else f"{', '.join(sorted(also)[:3])} are trained too"
+        if base is None or also:
+            why = "model.lora is not set" if base is None else f"{', '.join(sorted(also)[:3])} are trained too"
             text = f"the adapter alone cannot be exported: {why}; export the merged model instead"
             raise ConfigError(text, key="model.lora")
         tensors, config = adapter_tensors(chunks), peft_config(chunks, model)
-        raise_on_every_rank(lambda: start_export(target) if dist.get_rank() == 0 else None)
-
-    def write() -> None:
-        with writing_to(target):
-            write_adapter(partial_path(target), tensors, config, base_sha256=base_hash(model))
-            publish_export(target)
-
-    with before_changes(), discarded_if_it_fails(target):
-        raise_on_every_rank(lambda: write() if dist.get_rank() == 0 else None)
+    with exporting(Path(path)) as directory:
+        on_first_rank(lambda: write_adapter(directory, tensors, config, base_sha256=base["sha256"]))
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], **metadata: str) -> None:
-    """Write the two files of an adapter into a folder, with ``metadata`` in the header of the tensors."""
+    """Write the two files of an adapter into a folder, with ``metadata`` in the header of the tensors.
+
+    Raises:
+        DataError: a file cannot be written.
+    """
     save_tensors(tensors, folder / _FILE, **metadata)
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    file = folder / "adapter_config.json"
+    with writing_to(file):
+        file.write_text(json.dumps(config, indent=2))
 
 
 def peft_config(chunks: Sequence[Any], model: ModelConfig) -> dict[str, Any]:
@@ -232,6 +232,8 @@ def peft_config(chunks: Sequence[Any], model: ModelConfig) -> dict[str, Any]:
 def check_adapter(model: ModelConfig) -> None:
     """Check that the adapter at ``model.lora.path`` belongs to the model's base, before any process starts.
 
+    The base is not compared if its weights are not in ``model.hf_path``: a planned run downloads none.
+
     Raises:
         ConfigError: there is none, or it names another base by its hash.
         DataError: a file is damaged.
@@ -242,8 +244,11 @@ def check_adapter(model: ModelConfig) -> None:
     file = Path(lora.path) / _FILE
     if not file.is_file():
         raise ConfigError(f"model.lora.path: there is no {str(file)!r}", key="model.lora.path", value=lora.path)
-    expected, base = (open_safetensors(file).metadata() or {}).get("base_sha256"), base_hash(model)
-    if expected is not None and expected != base:
+    expected = (open_safetensors(file).metadata() or {}).get("base_sha256")
+    if expected is None or (model.hf_path is not None and not has_weights(Path(local_directory(model.hf_path)))):
+        return
+    base = base_hash(model)
+    if expected != base:
         raise ConfigError(
             f"the adapter at {lora.path!r} was trained on another base: its base has the SHA-256 {expected[:16]}..., "
             f"model.hf_path={model.hf_path!r} has {base[:16]}...: set model.hf_path to the base of the adapter",

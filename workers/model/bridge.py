@@ -221,7 +221,7 @@ class BridgeWeights:
         """
         share = dist.get_world_size()
         mine = (tensor for number, tensor in enumerate(self.exported(chunks)) if number % share == dist.get_rank())
-        kept = {shard.name: shard for shard in self._parts}
+        kept = {shard.part.name: shard for shard in self._parts}
         self._parts = [
             whole_shard(name, kept[name].param.copy_(tensor) if name in kept else tensor.clone())
             for name, tensor in mine

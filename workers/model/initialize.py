@@ -46,11 +46,11 @@ def initialize_weights(
     matrices: list[tuple[WeightShard, TransformerConfig]] = []
     for chunk in chunks:
         for shard in named_shards([chunk], context):
-            if only is not None and shard.name not in only:
+            if only is not None and shard.part.name not in only:
                 continue
-            if shard.param.dim() >= 2 or shard.name.endswith(_DECAY):
+            if shard.param.dim() >= 2 or shard.part.name.endswith(_DECAY):
                 matrices.append((shard, get_model_config(chunk)))
-            elif shard.name.endswith("bias"):
+            elif shard.part.name.endswith("bias"):
                 shard.param.zero_()
     threads = _threads()
     with ThreadPoolExecutor(threads, thread_name_prefix="initialize") as pool:
@@ -68,10 +68,10 @@ def _threads() -> int:
 
 
 def _initial_values(shard: WeightShard, config: TransformerConfig, seed: int) -> torch.Tensor:
-    digest = hashlib.sha256(f"{seed}/{shard.name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{shard.part.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
-    full = torch.empty(shard.full_shape, dtype=torch.float32, device="cpu")
-    _method(shard.name, config)(full, generator=generator)
+    full = torch.empty(shard.part.shape, dtype=torch.float32, device="cpu")
+    _method(shard.part.name, config)(full, generator=generator)
     return shard.slice_of(full)
 
 

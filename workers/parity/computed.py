@@ -242,10 +242,10 @@ def _make_routers_decisive(worker: Any) -> None:
     layers' weights, and the logit of an expert depends mostly on one of them.
     """
     for shard in named_shards(worker.model, worker.context):
-        layer = re.fullmatch(r"decoder\.layers\.(\d+)\.mlp\.router\.weight", shard.name)
-        if shard.name != "embedding.word_embeddings.weight" and layer is None:
+        layer = re.fullmatch(r"decoder\.layers\.(\d+)\.mlp\.router\.weight", shard.part.name)
+        if shard.part.name != "embedding.word_embeddings.weight" and layer is None:
             continue
-        whole = 0.1 * torch.randn(shard.full_shape, generator=torch.Generator().manual_seed(7))
+        whole = 0.1 * torch.randn(shard.part.shape, generator=torch.Generator().manual_seed(7))
         if layer is not None:
             whole[:, :EXPERTS] = torch.eye(EXPERTS).roll(int(layer[1]), 0)
         else:

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: one number per tensor that is the same in every layout.
+"""Fingerprints of weights: one number per tensor that is the same in every layout, compared after every update.
 
 The fingerprint of a tensor is the sum, modulo 2**64, of the bits of every element times a key of each of its indices in
 the tensor of the whole model. Each rank adds up its own part, and whoever compares adds the sums of different parts. So
@@ -6,20 +6,29 @@ no rank needs the whole tensor, and two layouts of the same weights have the sam
 Keys are odd, so every change of one element changes it, as do two exchanged elements, rows or columns. It is a check
 against errors, not against an attacker. Zeros of both signs, and numbers of float32 and bfloat16 below 1.2e-38, count
 as 0: an engine's kernels may compute with them as 0.
+
+A tolerance on log-probabilities cannot show that weights have arrived. One update in bfloat16 at a learning rate of
+1e-6 changes them by less than engine and policy differ anyway. Fingerprints are equal or not.
 """
 
 from __future__ import annotations
 
+import logging
+import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import starmap
-from typing import NamedTuple
+from itertools import chain, starmap
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mcontroller.errors import MControllerError
 from workers.weights.in_engine.bit_sums import IndexKeys, sum_of_bits
+from workers.weights.same_tensors import some_of
 from workers.weights.shards import WeightShard, whole_shard
+
+logger = logging.getLogger(__name__)
 
 
 class Fingerprint(NamedTuple):
@@ -68,12 +77,11 @@ def shard_fingerprints(
     sums: list[Tensor] = []
     of_dims = IndexKeys()
     for shard in shards:
-        dtype_name = str(shard.param.dtype).removeprefix("torch.")
-        runs = list(shard.runs())
-        for dtype in sorted((dtypes or {}).get(shard.name, ())) or [dtype_name]:
-            of_runs = [_sum_of(values, first, shard.dim, getattr(torch, dtype), of_dims) for first, values in runs]
+        part, runs = shard.part, list(shard.runs())
+        for dtype in sorted((dtypes or {}).get(part.name, ())) or [part.dtype]:
+            of_runs = [_sum_of(values, first, part.dim, getattr(torch, dtype), of_dims) for first, values in runs]
             if of_runs:  # padding alone has no fingerprint
-                keys.append((shard.name, dtype, runs[0][0]))
+                keys.append((part.name, dtype, runs[0][0]))
                 sums.append(torch.stack(of_runs).sum())
     values = torch.stack(sums).tolist() if sums else []
     return [Fingerprint(name, dtype, value, first) for (name, dtype, first), value in zip(keys, values, strict=True)]
@@ -106,3 +114,90 @@ def whole_fingerprints(by_rank: Sequence[Sequence[Fingerprint]]) -> dict[tuple[s
             total = sum(value for value, _ in held)
             ranks_by_value[(total + (1 << 63)) % (1 << 64) - (1 << 63)] |= {rank for _, rank in held}
     return wholes
+
+
+def dtypes_by_name(by_rank: Iterable[Iterable[Any]]) -> dict[str, list[str]]:
+    """Return by name the dtypes in which ranks have the tensor, of descriptions with a ``name`` and a ``dtype``."""
+    dtypes: dict[str, set[str]] = defaultdict(set)
+    for tensor in chain.from_iterable(by_rank):
+        dtypes[tensor.name].add(tensor.dtype)
+    return {name: sorted(names) for name, names in dtypes.items()}
+
+
+class WeightsNotArrived(MControllerError):
+    """After an update, the receiver does not hold the weights of the policy; it gets them again before it generates.
+
+    Attributes:
+        update: the number of the update, ``weights_version`` of the worker; the version of the policy if the weights
+            were sent from another group.
+        tensors: by name, the fingerprints of the policy and of the receiver; several if copies differ.
+        old: names of the ``tensors`` of which the receiver holds the values of the update before.
+        missing: names of tensors of the policy that no rank of the receiver holds.
+        unknown: names of tensors that the receiver holds and the policy does not have.
+        ranks: ranks of the receiver that hold a value of ``tensors`` that is not the policy's.
+    """
+
+    update: int
+    tensors: dict[str, tuple[list[int], list[int]]]
+    old: list[str]
+    missing: list[str]
+    unknown: list[str]
+    ranks: list[int]
+
+
+class Verification:
+    """Compares a receiver with the policy after every update, and remembers the values of the update before.
+
+    Args:
+        receiver: what weights are sent to, for errors.
+    """
+
+    def __init__(self, receiver: str) -> None:
+        self._receiver = receiver
+        self._before: dict[tuple[str, str], set[int]] = {}
+
+    def check(self, policy: Sequence[Sequence[Fingerprint]], held: Sequence[Sequence[Fingerprint]], update: int) -> int:
+        """Raise unless the receiver holds the weights of the policy, and return a number of these in any layout.
+
+        Args:
+            policy: by rank of the policy, the fingerprints of its parts in the dtypes of the receiver.
+            held: by rank of the receiver, the fingerprints of what it holds.
+            update: the number of the update.
+
+        Raises:
+            WeightsNotArrived: with the ranks and the tensors.
+        """
+        expected, held_values = whole_fingerprints(policy), whole_fingerprints(held)
+        tensors: dict[str, tuple[list[int], list[int]]] = {}
+        old, ranks = set[str](), set[int]()
+        for key in expected.keys() & held_values.keys():
+            right, values = expected[key].keys(), held_values[key].keys()
+            if not values <= right:
+                tensors[key[0]] = sorted(right), sorted(values)
+                ranks |= {rank for value in values - right for rank in held_values[key][value]}
+                if values <= right | self._before.get(key, set()):
+                    old.add(key[0])
+            elif len(right) > 1:
+                logger.warning("update %d: ranks of the policy hold different values of %s", update, key[0])
+        missing = sorted({name for name, _ in expected.keys() - held_values.keys()})
+        unknown = sorted({name for name, _ in held_values.keys() - expected.keys()})
+        if tensors or missing or unknown:
+            differing = {
+                f"values from before the update in {len(old)} of {len(expected)} tensors": sorted(old),
+                "other values than the policy in": sorted(tensors.keys() - old),
+                "nothing under the names": missing,
+                "tensors that the policy does not have:": unknown,
+            }
+            held_text = "; ".join(f"{what} {some_of(names)}" for what, names in differing.items() if names)
+            on = f" (ranks {some_of(sorted(ranks), 16)})" if ranks else ""
+            raise WeightsNotArrived(
+                f"update {update} of the weights did not arrive in {self._receiver}{on}, which has {held_text}",
+                update=update,
+                tensors=dict(sorted(tensors.items())),
+                old=sorted(old),
+                missing=missing,
+                unknown=unknown,
+                ranks=sorted(ranks),
+            )
+        self._before = {key: set(values) for key, values in expected.items()}
+        return zlib.crc32(repr(sorted((key, sorted(values)) for key, values in expected.items())).encode())

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, zip_longest
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mcontroller.errors import DataError
 from workers.weights.same_tensors import check_same_tensors
@@ -35,7 +35,7 @@ class Span(NamedTuple):
     offset: int
 
 
-class LocalTensor(NamedTuple):
+class TensorPart(NamedTuple):
     """The part of one tensor of the whole model that one rank has.
 
     Attributes:
@@ -97,8 +97,8 @@ def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tup
 
 
 def plan_moves(
-    sources: Sequence[Sequence[LocalTensor]],
-    targets: Sequence[Sequence[LocalTensor]],
+    sources: Sequence[Sequence[TensorPart]],
+    targets: Sequence[Sequence[TensorPart]],
     distance: Callable[[int, int], int] = lambda source, target: 0,
 ) -> list[list[Move]]:
     """Return the moves that fill every target from the sources, by target rank.
@@ -117,7 +117,7 @@ def plan_moves(
     have, need = ({tensor.name: tensor.shape for tensor in chain(*model)} for model in (sources, targets))
     check_same_tensors(have, need, "source and target are not the same model")
     dims = _dims(chain(*sources, *targets))
-    parts = _parts(sources, dims)
+    parts = _held_ranges(sources, dims)
     sent = [0] * len(sources)
     moves: list[list[Move]] = [[] for _ in targets]
     for rank, local in enumerate(targets):
@@ -129,13 +129,13 @@ def plan_moves(
     return moves
 
 
-def whole_tensors(sources: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]:
+def whole_tensors(sources: Sequence[Sequence[TensorPart]]) -> list[TensorPart]:
     """Return every tensor that any rank has a part of, whole, layer after layer.
 
     Args:
         sources: by rank, its tensors in the order of its model.
     """
-    by_name: dict[str, tuple[float, LocalTensor]] = {}
+    by_name: dict[str, tuple[float, TensorPart]] = {}
     for local in sources:
         layer = -1.0  # before the layers
         for tensor in local:
@@ -148,8 +148,8 @@ def whole_tensors(sources: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]
 
 
 def plan_buckets(
-    sources: Sequence[Sequence[LocalTensor]],
-    targets: Sequence[Sequence[LocalTensor]],
+    sources: Sequence[Sequence[TensorPart]],
+    targets: Sequence[Sequence[TensorPart]],
     limit: int,
     distance: Callable[[int, int], int] = lambda source, target: 0,
     *,
@@ -216,7 +216,7 @@ def _pieces(move: Move, limit: int) -> Iterator[Move]:
         )
 
 
-def places_in_bucket(tensors: Iterable[LocalTensor]) -> tuple[list[TensorInBucket], int]:
+def places_in_bucket(tensors: Iterable[TensorPart]) -> tuple[list[TensorInBucket], int]:
     """Return the places of whole tensors in a bucket, one after another, and the bytes of the bucket."""
     places: list[TensorInBucket] = []
     end = 0
@@ -226,26 +226,8 @@ def places_in_bucket(tensors: Iterable[LocalTensor]) -> tuple[list[TensorInBucke
     return places, end
 
 
-def dtypes_by_name(by_rank: Iterable[Iterable[Any]]) -> dict[str, list[str]]:
-    """Return by name the dtypes in which ranks have the tensor, of descriptions with a ``name`` and a ``dtype``."""
-    dtypes: dict[str, set[str]] = defaultdict(set)
-    for tensor in chain.from_iterable(by_rank):
-        dtypes[tensor.name].add(tensor.dtype)
-    return {name: sorted(names) for name, names in dtypes.items()}
-
-
-def check_known(names: Sequence[str]) -> None:
-    """Raise DataError if there are ``names``: tensors whose position in the whole model is unknown."""
-    if names:
-        raise DataError(
-            f"cannot move the weights {', '.join(names)}: expected plain tensors with at least one dim, divided evenly;"
-            " of experts only linear_fc1 and linear_fc2 of decoder layers, grouped or one by one",
-            names=names,
-        )
-
-
-class _Part(NamedTuple):
-    """A part of a tensor; ``holders`` are the ranks that have it, with the slot and the first index in it."""
+class _HeldRange(NamedTuple):
+    """Consecutive indices of a tensor; ``holders`` are the ranks that have them, with the slot and the first index."""
 
     start: int
     stop: int
@@ -255,15 +237,15 @@ class _Part(NamedTuple):
     holders: dict[int, tuple[int, int]]
 
 
-def _parts(sources: Sequence[Sequence[LocalTensor]], dims: Mapping[str, int]) -> dict[str, list[_Part]]:
+def _held_ranges(sources: Sequence[Sequence[TensorPart]], dims: Mapping[str, int]) -> dict[str, list[_HeldRange]]:
     """By tensor, the parts that its sources have, in order."""
-    parts: dict[str, dict[tuple[int, int], _Part]] = defaultdict(dict)
+    parts: dict[str, dict[tuple[int, int], _HeldRange]] = defaultdict(dict)
     for rank, local in enumerate(sources):
         for slot, source in enumerate(local):
             dim = dims[source.name]
             weight = source.itemsize * prod(source.shape[:dim] + source.shape[dim + 1 :])
             for start, stop, offset in source.along(dim):
-                new = _Part(start, stop, dim, source.dtype, weight, {})
+                new = _HeldRange(start, stop, dim, source.dtype, weight, {})
                 parts[source.name].setdefault((start, stop), new).holders[rank] = (slot, offset)
     return {name: sorted(by_span.values(), key=lambda part: part.start) for name, by_span in parts.items()}
 
@@ -273,7 +255,7 @@ def _into(
     slot: int,
     span: Span,
     name: str,
-    parts: Sequence[_Part],
+    parts: Sequence[_HeldRange],
     sent: Sequence[int],
     distance: Callable[[int, int], int],
 ) -> Iterator[Move]:
@@ -309,7 +291,7 @@ def _into(
         )
 
 
-def _dims(tensors: Iterable[LocalTensor]) -> dict[str, int]:
+def _dims(tensors: Iterable[TensorPart]) -> dict[str, int]:
     """The dim along which each tensor moves: the one that any rank divides it along."""
     dims: dict[str, set[int]] = defaultdict(set)
     for tensor in tensors:

@@ -17,8 +17,9 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
-from workers.weights.moves import LocalTensor, Span, spans_of
+from workers.weights.moves import Move, Span, TensorPart, spans_of
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")
@@ -32,68 +33,60 @@ class WeightShard:
     """A tensor of this rank, and the part of a tensor of the whole model that it is.
 
     Attributes:
-        name: the name of that tensor: layers and experts are counted over all stages and ranks, layers of multi-token
-            prediction after the last one, and tied output weights have the embedding's name.
+        part: which part. Its name counts layers and experts over all stages and ranks, layers of multi-token prediction
+            after the last one; tied output weights have the embedding's name.
         param: this rank's parameter or buffer.
-        full_shape: the shape of the tensor in the whole model, without padding.
-        dim: the dim that is divided; None if this rank has the whole tensor.
-        spans: the parts of that dim that this rank has, in the order of its own tensor; padding is in none.
-        ways, index: number of ranks that the dim is divided over (tp or etp), and this rank among them.
         merging: returns ``param`` with an adapter added, in new memory; None if it has none.
     """
 
-    name: str
+    part: TensorPart
     param: Tensor
-    full_shape: tuple[int, ...]
-    dim: int | None = None
-    spans: tuple[Span, ...] = ()
-    ways: int = 1
-    index: int = 0
     merging: Callable[[Tensor], Tensor] | None = None
 
     def values(self) -> Tensor:
         """Return this rank's tensor as it is moved: ``param``, or with an adapter a tensor in new memory."""
         return self.param.data if self.merging is None else self.merging(self.param.data)
 
-    def described(self) -> LocalTensor:
-        """Return the description of this part without its values."""
-        dtype = str(self.param.dtype).removeprefix("torch.")
-        return LocalTensor(self.name, self.full_shape, dtype, self.param.element_size(), self.dim, self.spans)
-
     def runs(self) -> Iterator[tuple[int, Tensor]]:
-        """Iterate over consecutive indices of the whole tensor along ``dim``: the first one, and the values."""
-        values = self.values()
-        if self.dim is None:
-            yield 0, values.reshape(self.full_shape)
+        """Iterate over consecutive indices of the whole tensor along its dim: the first one, and the values."""
+        values, dim = self.values(), self.part.dim
+        if dim is None:
+            yield 0, values.reshape(self.part.shape)
             return
         run: list[Span] = []
-        for span in self.spans:
+        for span in self.part.spans:
             if run and span.start != run[-1].stop:
-                yield run[0].start, _joined(values, run, self.dim)
+                yield run[0].start, _joined(values, run, dim)
                 run = []
             run.append(span)
         if run:
-            yield run[0].start, _joined(values, run, self.dim)
+            yield run[0].start, _joined(values, run, dim)
 
     def padding(self) -> Tensor:
         """Return the rows of this rank's tensor that pad the vocabulary; usually none."""
-        filled = sum(span.stop - span.start for span in self.spans) if self.dim == 0 else len(self.param)
+        filled = sum(span.stop - span.start for span in self.part.spans) if self.part.dim == 0 else len(self.param)
         return self.param.data[filled:]
 
     def slice_of(self, full: Tensor) -> Tensor:
-        """Return this rank's part of ``full``, a tensor of ``full_shape``; rows of padding are zero."""
-        if self.dim is None:
+        """Return this rank's part of ``full``, the whole tensor; rows of padding are zero."""
+        dim = self.part.dim
+        if dim is None:
             return full
-        parts = [full.narrow(self.dim, start, stop - start) for start, stop, _ in self.spans]
-        missing = self.param.size(self.dim) - sum(part.size(self.dim) for part in parts)
+        slices = [full.narrow(dim, start, stop - start) for start, stop, _ in self.part.spans]
+        missing = self.param.size(dim) - sum(values.size(dim) for values in slices)
         if missing:
-            parts.append(full.new_zeros(missing, *full.shape[1:]))
-        return torch.cat(parts, self.dim)
+            slices.append(full.new_zeros(missing, *full.shape[1:]))
+        return torch.cat(slices, dim)
+
+
+def whole_part(name: str, tensor: Tensor) -> TensorPart:
+    """Return the description of a tensor that this rank has all of."""
+    return TensorPart(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.element_size())
 
 
 def whole_shard(name: str, tensor: Tensor) -> WeightShard:
-    """Return the description of a tensor that this rank has all of."""
-    return WeightShard(name, tensor, tuple(tensor.shape))
+    """Return a tensor that this rank has all of."""
+    return WeightShard(whole_part(name, tensor), tensor)
 
 
 class SliceReader:
@@ -107,12 +100,12 @@ class SliceReader:
         self._shards = shards
         self._last: tuple[Tensor, Tensor] | None = None
 
-    def read(self, slot: int, dim: int, start: int, length: int) -> Tensor:
-        """Return a slice of the tensor in ``slot``."""
-        shard = self._shards[slot]
+    def read(self, move: Move) -> Tensor:
+        """Return the slice that is moved from one of the shards."""
+        shard = self._shards[move.source_slot]
         if self._last is None or self._last[0] is not shard.param:
             self._last = shard.param, shard.values()
-        return self._last[1].narrow(dim, start, length)
+        return self._last[1].narrow(move.dim, move.source_start, move.length)
 
 
 def _joined(values: Tensor, spans: Sequence[Span], dim: int) -> Tensor:
@@ -154,19 +147,25 @@ def model_shards(chunks: Sequence[torch.nn.Module], context: MegatronContext) ->
     return [*named_shards(chunks, context), *starmap(whole_shard, named_buffers(chunks, context))]
 
 
-def unknown_positions(shards: Sequence[WeightShard]) -> list[str]:
-    """Return the names of shards that cannot be moved.
+def check_movable(shards: Sequence[WeightShard]) -> None:
+    """Raise DataError if there are shards that cannot be moved.
 
     They are quantized, have no dims, or are divided in a way that does not follow from their names.
     """
-    return [shard.name for shard in shards if _is_unknown(shard)]
+    names = [shard.part.name for shard in shards if not _is_movable(shard)]
+    if names:
+        raise DataError(
+            f"cannot move the weights {', '.join(names)}: expected plain tensors with at least one dim, divided evenly;"
+            " of experts only linear_fc1 and linear_fc2 of decoder layers, grouped or one by one",
+            names=names,
+        )
 
 
-def _is_unknown(shard: WeightShard) -> bool:
-    quantized = type(shard.param.data) is not Tensor
-    numbered = shard.name.startswith("decoder.layers.") and ".linear_fc" in shard.name
-    is_expert = ".experts." in shard.name and isinstance(shard.param, torch.nn.Parameter)
-    return quantized or shard.param.dim() == 0 or (is_expert and not numbered)
+def _is_movable(shard: WeightShard) -> bool:
+    name, param = shard.part.name, shard.param
+    numbered = name.startswith("decoder.layers.") and ".linear_fc" in name
+    is_expert = ".experts." in name and isinstance(param, torch.nn.Parameter)
+    return type(param.data) is Tensor and param.dim() > 0 and (numbered or not is_expert)
 
 
 def _shard(chunk: Any, local_name: str, param: torch.nn.Parameter, context: MegatronContext) -> WeightShard:
@@ -190,7 +189,7 @@ def _shard(chunk: Any, local_name: str, param: torch.nn.Parameter, context: Mega
             Span(start * ways + index * size, start * ways + (index + 1) * size, start)
             for start, size in zip(starts, sizes, strict=True)
         )
-    return WeightShard(name, param, tuple(shape), dim, spans, ways, index)
+    return WeightShard(whole_part(name, param)._replace(shape=tuple(shape), dim=dim, spans=spans), param)
 
 
 def _global_name(chunk: Any, local_name: str, context: MegatronContext) -> str:

@@ -19,14 +19,14 @@ from parallel_state.agreement import all_gather_values
 from workers.gpu_ids import node_id
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints, tensor_fingerprints
 from workers.weights.moves import (
-    LocalTensor,
     Move,
     TensorInBucket,
+    TensorPart,
     places_in_bucket,
     plan_buckets,
     whole_tensors,
 )
-from workers.weights.shards import SliceReader, WeightShard, whole_shard
+from workers.weights.shards import SliceReader, WeightShard, whole_part
 
 BucketMemory = Callable[[int], Tensor]
 """From a number of bytes to memory of at least as many, uint8 ``[bytes]``."""
@@ -82,21 +82,21 @@ class WholeTensors(PolicyWeights):
     def __init__(self, shards: Callable[[], Sequence[WeightShard]], bucket_bytes: int = 64 << 20) -> None:
         self._shards, self._bucket_bytes = shards, bucket_bytes
         self.device = torch.device(torch.cuda.current_device())
-        self._planned_for: tuple[list[LocalTensor], Receivers] | None = None
-        self._wanted: list[LocalTensor] = []
+        self._planned_for: tuple[list[TensorPart], Receivers] | None = None
+        self._wanted: list[TensorPart] = []
         self._buckets: tuple[tuple[Move, ...], ...] = ()
 
     @torch.no_grad()
     def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets; see ``PolicyWeights.buckets``."""
         shards = self._shards()
-        mine = [shard.described() for shard in shards], receivers
+        mine = [shard.part for shard in shards], receivers
         if any(all_gather_values(mine != self._planned_for)):
             self._make_schedule(*mine)
         rank, sources = dist.get_rank(), SliceReader(shards)
         for bucket in self._buckets:
             arriving = exchanged([move for move in bucket if move.source_rank != move.target_rank], sources)
-            kept = [(move, _source(sources, move)) for move in bucket if move.source_rank == rank == move.target_rank]
+            kept = [(move, sources.read(move)) for move in bucket if move.source_rank == rank == move.target_rank]
             slots = sorted({move.target_slot for move in bucket if move.target_rank == rank})
             if slots:
                 tensors = {slot: self._wanted[slot] for slot in slots}
@@ -106,7 +106,7 @@ class WholeTensors(PolicyWeights):
         """Return the fingerprints of this rank's parts; see ``shard_fingerprints``."""
         return shard_fingerprints(self._shards(), dtypes)
 
-    def _make_schedule(self, mine: list[LocalTensor], receivers: Receivers) -> None:
+    def _make_schedule(self, mine: list[TensorPart], receivers: Receivers) -> None:
         sources, nodes = zip(*all_gather_values((mine, node_id())), strict=True)
         first: dict[str, int] = {}
         for rank, tensors in enumerate(sources):
@@ -169,7 +169,7 @@ class StreamedTensors(PolicyWeights):
 
 
 def _copied(tensors: Sequence[tuple[str, Tensor]], memory: BucketMemory) -> list[TensorInBucket]:
-    places, nbytes = places_in_bucket(whole_shard(name, tensor).described() for name, tensor in tensors)
+    places, nbytes = places_in_bucket(whole_part(name, tensor) for name, tensor in tensors)
     room = memory(nbytes)
     for place, (_, tensor) in zip(places, tensors, strict=True):
         tensor_in(room, place).copy_(tensor)
@@ -177,7 +177,7 @@ def _copied(tensors: Sequence[tuple[str, Tensor]], memory: BucketMemory) -> list
 
 
 def filled_bucket(
-    tensors: Mapping[int, LocalTensor],
+    tensors: Mapping[int, TensorPart],
     moves: Iterable[tuple[Move, Tensor]],
     memory: BucketMemory,
     device: torch.device,
@@ -228,10 +228,6 @@ def tensor_in(memory: Tensor, place: TensorInBucket) -> Tensor:
     return memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def _source(shards: SliceReader, move: Move) -> Tensor:
-    return shards.read(move.source_slot, move.dim, move.source_start, move.length)
-
-
 def exchanged(bucket: Sequence[Move], sources: SliceReader) -> list[tuple[Move, Tensor]]:
     """Exchange the moves of one bucket (a collective); return the moves to this rank with their values, flat."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -250,7 +246,7 @@ def exchanged(bucket: Sequence[Move], sources: SliceReader) -> list[tuple[Move, 
     outgoing = torch.empty(sum(out_sizes), dtype=dtype, device=device)
     incoming = torch.empty(sum(in_sizes), dtype=dtype, device=device)
     for move, part in zip(outbound, outgoing.split([move.nbytes // dtype.itemsize for move in outbound]), strict=True):
-        source = _source(sources, move)
+        source = sources.read(move)
         part.view(source.shape).copy_(source)
     dist.all_to_all_single(incoming, outgoing, in_sizes, out_sizes)
     return list(zip(inbound, incoming.split([move.nbytes // dtype.itemsize for move in inbound]), strict=True))

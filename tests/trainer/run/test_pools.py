@@ -16,7 +16,7 @@ from trainer.run.config import RunConfig, read_run_config
 from trainer.run.parts import make_parts, roles_of
 from trainer.run.pools import pools_of
 from workers.config import ModelConfig, ParallelConfig, load_config
-from workers.weight_sender import check_same_policy
+from workers.same_policy import check_same_policy
 
 MODEL = "{vocab_size: 32, max_sequence_length: 16, num_layers: 2, hidden_size: 64, num_attention_heads: 4}"
 CRITIC = ["algorithm.adv_estimator=gae", f"critic.model={MODEL}"]

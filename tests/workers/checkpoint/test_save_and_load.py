@@ -287,6 +287,14 @@ def rejected(path: str, how: str) -> DataError:
                 actor({}, "rollout", model={"num_layers": 5, "ffn_hidden_size": 96}).load_checkpoint(path)
             case "optimizer":
                 actor({}, "actor", optim={"distributed_optimizer": True}).load_checkpoint(path)
+            case "function":
+                changes = {
+                    "layernorm_epsilon": 1e-3,
+                    "rotary_base": 500,
+                    "activation": "gelu",
+                    "num_attention_heads": 2,
+                }
+                actor({}, "rollout", model=changes | {"num_query_groups": 1, "kv_channels": 16}).load_checkpoint(path)
             case "nothing":
                 actor({}, "rollout").load_checkpoint(f"{path}/elsewhere")
     return caught.value
@@ -304,6 +312,9 @@ def test_unsuitable_checkpoint_is_rejected_with_the_names_that_differ(tmp_path: 
     run_ranks(save_actor, 1, path)
     larger = run_ranks(rejected, 1, path, "larger")[0]
     assert any("linear_fc1.weight" in text and "[4, 128, 32]" in text for text in larger.differing)
+    function = run_ranks(rejected, 1, path, "function")[0].differing
+    assert function["layernorm_epsilon"] == (1e-5, 1e-3) and function["rotary_base"] == (10000, 500)
+    assert {"activation_func", "num_attention_heads"} < function.keys()
     assert run_ranks(rejected, 1, path, "optimizer")[0].distributed_optimizer is False
     assert run_ranks(rejected, 1, path, "nothing")[0].path == f"{path}/elsewhere"
 

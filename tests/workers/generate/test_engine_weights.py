@@ -15,8 +15,7 @@ from workers.actor import ActorRolloutRefWorker
 from workers.config import RolloutConfig
 from workers.generate.engine_weights import EngineWeights
 from workers.generate.rollout_protocol import Rollout
-from workers.weights.fingerprints import Fingerprint, tensor_fingerprints
-from workers.weights.verification import WeightsNotArrived
+from workers.weights.fingerprints import Fingerprint, WeightsNotArrived, tensor_fingerprints
 from workers.weights.whole_tensors import PolicyWeights
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from tests.ranks import run_ranks
 from tests.workers.lora.test_peft import SHORT, checkpoints, expected_of  # noqa: F401  # a fixture
 from tests.workers.roles import MODEL, be_a_worker, callable_directly, experience
 from workers.actor import ActorRolloutRefWorker
-from workers.config import ActorConfig, load_config
+from workers.config import ActorConfig, ModelConfig, load_config
 from workers.config.lora import LoraConfig, peft_fields
-from workers.config.trained_weights import adapter_target
+from workers.config.trained_weights import adapter_target, check_trained, linear_names
+from workers.lora.base import base_hash
+from workers.weights.hf.export_files import exporting
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -292,7 +295,6 @@ def test_adapter_of_more_experts_than_the_model_has_is_rejected(path: Path) -> N
         ({"lora": {"rank": 4, "alpha": 8.0, "use_dora": True}}, "model.lora.use_dora"),
         ({"freeze": ["router.weight"]}, "model.freeze"),
         ({"freeze": ["*"]}, "model.freeze"),
-        ({"num_moe_experts": 4, "lora": {"rank": 4, "alpha": 8.0}}, "model.lora.experts"),
         (
             {"num_moe_experts": 4, "qk_layernorm": True, "lora": {"rank": 4, "alpha": 8.0, "targets": ["gate_proj"]}},
             "model.lora.targets",
@@ -303,6 +305,77 @@ def test_names_that_select_nothing_are_rejected(model: dict[str, Any], key: str)
     with pytest.raises(ConfigError) as caught:
         load_config(ActorConfig, {"model": MODEL | model})
     assert caught.value.key == key
+
+
+def test_experts_of_a_model_without_a_family_have_names_of_peft() -> None:
+    """The first family that is built like it is Mixtral, whose files have other names."""
+    model = ModelConfig(**MODEL | {"num_moe_experts": 4}, lora=LoraConfig(rank=4, alpha=8.0, targets=["gate_up_proj"]))
+    check_trained(model)
+    name, tensors = "decoder.layers.1.mlp.experts.linear_fc1", "model.layers.1.block_sparse_moe.experts.0.w{}.weight"
+    target = adapter_target(model.lora, name, linear_names([tensors.format(number) for number in (1, 3)]))
+    assert target.factors == ("model.layers.1.mlp.experts.gate_up_proj",)
+
+
+def test_a_model_with_compressed_attention_and_no_family_has_names_of_deepseek() -> None:
+    inside = {"multi_latent_attention": True, "moe_router_enable_expert_bias": True, "q_lora_rank": 16}
+    inside |= {"moe_router_score_function": "sigmoid"}
+    model = MODEL | {"num_moe_experts": 4, "qk_layernorm": True, "transformer": inside}
+    check_trained(ModelConfig(**model, lora=LoraConfig(rank=4, alpha=8.0, targets=["q_a_proj"])))
+
+
+def test_layers_of_experts_that_are_not_gated_can_be_selected() -> None:
+    model = {"num_moe_experts": 4, "gated_linear_unit": False, "lora": {"rank": 4, "alpha": 8.0}}
+    load_config(ActorConfig, {"model": MODEL | model})
+
+
+def test_experts_that_peft_has_no_names_for_are_rejected() -> None:
+    lora, name = LoraConfig(rank=4, alpha=8.0), "decoder.layers.0.mlp.experts.linear_fc1"
+    with pytest.raises(ConfigError) as caught:
+        adapter_target(lora, name, ["model.layers.0.mlp.experts.first", "model.layers.0.mlp.experts.second"])
+    assert caught.value.key == "model.lora.experts"
+
+
+def test_layers_with_states_are_not_left_out_silently() -> None:
+    """all-linear selects them as PEFT does."""
+    states = {"mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_state_dim": 16, "mamba_num_groups": 1}
+    of_states = MODEL | {"family": "nemotron_h", "hybrid_layer_pattern": "M*M-", "transformer": states}
+    model = ModelConfig(**of_states, lora=LoraConfig(rank=4, alpha=8.0))
+    with pytest.raises(ConfigError) as caught:
+        check_trained(model)
+    assert caught.value.key == "model.lora.exclude"
+    check_trained(replace(model, lora=LoraConfig(rank=4, alpha=8.0, exclude=["in_proj", "out_proj"])))
+    check_trained(replace(model, lora=LoraConfig(rank=4, alpha=8.0, targets=["q_proj", "up_proj"])))
+
+
+def test_base_of_an_adapter_is_what_its_weights_follow_from(tmp_path: Path) -> None:
+    model = ModelConfig(**MODEL)
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    for same in ({"transformer": recomputed}, {"attention_dropout": 0.1}, {"verify_load": "off"}):
+        assert base_hash(replace(model, **same)) == base_hash(model)
+    for other in (
+        {"seed": 5},
+        {"layernorm_epsilon": 1e-3},
+        {"init_method_std": 0.5},
+        {"transformer": {"softmax_scale": 2.0}},
+    ):
+        assert base_hash(replace(model, **other)) != base_hash(model)
+    model = replace(model, hf_path=str(tmp_path))
+    save_file({"weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    before = base_hash(model)
+    save_file({"weight": torch.zeros(4, 4)}, tmp_path / "left-of-an-earlier-export.safetensors")
+    assert base_hash(model) == before
+
+
+def fails_half_way(target: Path) -> list[str]:
+    with pytest.raises(ZeroDivisionError), exporting(target) as directory:
+        (directory / "config.json").touch()
+        raise ZeroDivisionError
+    return [entry.name for entry in target.parent.iterdir()]
+
+
+@pytest.mark.simulated
+def test_an_export_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    assert run_ranks(fails_half_way, 1, tmp_path / "adapter") == [[]]
 
 
 SHARED_EXPERTS = {

@@ -53,6 +53,7 @@ LINEARS = (*OF_ATTENTION, "gate_proj", "up_proj", "down_proj")
 FAMILIES = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES | LATENT | {"head_dim": 4, "rms_norm_eps": 1e-3}),
 }
 SHORT = {"rollout": {"prompt_length": PROMPT, "response_length": RESPONSE}}
@@ -64,6 +65,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "dense-pp2-vpp2-recomputed": ("qwen3", 2, {"pp": 2, "vpp": 2}, {"model": {"transformer": RECOMPUTE}}),
     "dense-cp2-tp2": ("qwen3", 4, {"cp": 2, "tp": 2}, {}),
     "experts-tp2-sp-ep2": ("qwen3_moe", 2, SP | {"ep": 2, "etp": 1}, {}),
+    "experts-of-mixtral-ep2": ("mixtral", 2, {"ep": 2}, {}),
     "experts-tp2-sp-etp2": ("qwen3_moe", 2, SP | {"etp": 2}, {}),
     "latent-tp2-sp-pp2-ep2": ("deepseek_v3", 4, SP | {"pp": 2, "ep": 2, "etp": 1}, {}),
 }

@@ -122,6 +122,22 @@ def test_a_layout_of_the_search_has_the_memory_of_its_own_dry_run() -> None:
 
 
 @simulated
+def test_layouts_are_searched_for_adapters_of_layers_by_number() -> None:
+    """A model with fewer layers has no layer 6."""
+    sizes = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["layers.6.*.q_proj"]}}
+    search = search_layouts(actor(MODEL | sizes, {}), [4], Lengths(24, 40, 8), 80 * 2**30, layers="local")
+    assert {(one.parallel.tp, one.parallel.pp) for one in search.fitting} == {
+        (1, 1),
+        (1, 2),
+        (1, 4),
+        (2, 1),
+        (2, 2),
+        (4, 1),
+    }
+    assert search.rejected == []
+
+
+@simulated
 def test_a_call_that_fails_without_data_says_why() -> None:
     class Reads(ActorRolloutRefWorker):
         def update_actor(self, batch: Any) -> Any:

@@ -35,7 +35,7 @@ from tests.workers.weights.hf_models import LAYOUTS, ROWS, rows_of, save_model, 
 from workers.config import LoraConfig, ModelConfig, ParallelConfig
 from workers.config.model import model_config_from_hf
 from workers.model.transformer_config import transformer_config
-from workers.weights.verification import WeightsNotArrived
+from workers.weights.fingerprints import WeightsNotArrived
 
 transformers = pytest.importorskip("transformers")
 

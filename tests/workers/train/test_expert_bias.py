@@ -69,7 +69,7 @@ def test_gradients_of_several_calls_move_the_bias_once_by_all_their_tokens(layou
 def kept() -> tuple[list[str], list[str], bool]:
     """Return the names of biases, and of what gradients changed; whether the version of the weights is the same."""
     worker = biased_actor({})
-    named = {shard.name: shard.param for shard in model_shards(worker.model, worker.context)}
+    named = {shard.part.name: shard.param for shard in model_shards(worker.model, worker.context)}
     before, version = {name: tensor.clone() for name, tensor in named.items()}, worker.state.weights_version
     worker.forward_backward(own_shard(experience(ROWS), worker))
     changed = [name for name, tensor in named.items() if not torch.equal(tensor, before[name])]

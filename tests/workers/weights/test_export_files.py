@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.weights.hf.files import WeightWriter, finish_export, start_export
+from workers.weights.hf.export_files import WeightWriter, complete_export
 
 AUTO = {"AutoConfig": "configuration_x.Config", "AutoModelForCausalLM": "owner/repo--modeling_hub.Model"}
 
@@ -33,8 +33,8 @@ def base(tmp_path: Path) -> Path:
 
 def exported(tmp_path: Path, base: Path, tokenizer: Path | None) -> set[str]:
     target = tmp_path / "export"
-    start_export(target)
-    finish_export(target, {"auto_map": AUTO}, {}, base, tokenizer)
+    target.mkdir()
+    complete_export(target, {"auto_map": AUTO}, {}, base, tokenizer)
     return {file.name for file in target.iterdir()}
 
 
@@ -65,10 +65,10 @@ def test_exported_weights_have_the_permissions_of_the_umask(tmp_path: Path, mask
     target = tmp_path / "export"
     before = os.umask(mask)
     try:
-        start_export(target)
+        target.mkdir()
         writer = WeightWriter(target, 0, 1000)
         writer.add("weight", torch.ones(2))
-        finish_export(target, {}, writer.close(), None, None)
+        complete_export(target, {}, writer.close(), None, None)
     finally:
         os.umask(before)
     assert {stat.S_IMODE(file.stat().st_mode) for file in target.iterdir()} == {0o666 & ~mask}

@@ -1,8 +1,9 @@
-"""Fingerprints are the same in every layout, and change with every element."""
+"""Fingerprints are the same in every layout and change with every element; those of two sides are compared."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import pytest
@@ -11,19 +12,25 @@ import torch
 from tests.ranks import run_ranks
 from tests.workers.weights.models import EXPERTS, MODEL, TIED, built
 from workers.config import ModelConfig
-from workers.weights.fingerprints import Fingerprint, shard_fingerprints, tensor_fingerprints, whole_fingerprints
+from workers.weights.fingerprints import (
+    Fingerprint,
+    Verification,
+    WeightsNotArrived,
+    shard_fingerprints,
+    tensor_fingerprints,
+    whole_fingerprints,
+)
 from workers.weights.hf.model import hf_tensors
 from workers.weights.hf.names import hf_shards, model_family
-from workers.weights.moves import Span
-from workers.weights.shards import WeightShard, model_shards
+from workers.weights.moves import Span, TensorPart
+from workers.weights.shards import WeightShard, model_shards, whole_shard
 
 Axes = dict[str, Any]
 PLAIN_EXPERTS = dataclasses.replace(EXPERTS, transformer={})
 
 
 def value_of(tensor: torch.Tensor, dtype: str | None = None) -> int:
-    part = WeightShard("weight", tensor, tuple(tensor.shape))
-    return shard_fingerprints([part], {"weight": [dtype]} if dtype else None)[0].value
+    return shard_fingerprints([whole_shard("weight", tensor)], {"weight": [dtype]} if dtype else None)[0].value
 
 
 def key(dim: int, index: int) -> int:
@@ -84,7 +91,8 @@ def test_sums_of_the_parts_are_the_value_of_the_whole_tensor(dim: int) -> None:
     for start, stop in ((0, 1), (1, size - 1), (size - 1, size)):
         tensor = torch.cat([torch.zeros_like(whole), whole], dim).narrow(dim, size + start - 1, stop - start + 1)
         spans = (Span(start, stop, 1),)  # the first index of the part is padding
-        of_ranks.append(shard_fingerprints([WeightShard("weight", tensor, (8, 12, 4), dim, spans)]))
+        part = TensorPart("weight", (8, 12, 4), "float32", 4, dim, spans)
+        of_ranks.append(shard_fingerprints([WeightShard(part, tensor)]))
     assert whole_fingerprints(of_ranks) == {("weight", "float32"): {value_of(whole): {0, 1, 2}}}
 
 
@@ -138,3 +146,41 @@ def test_fingerprints_are_those_of_one_process_in_every_layout(model: ModelConfi
             assert {key: set(values) for key, values in whole.items()} == {
                 (name, dtype): {value} for name, dtype, value, _ in expected
             }
+
+
+ONE, OTHER = (Fingerprint(name, "float32", 1) for name in ("one", "other"))
+
+
+def difference(
+    verification: Verification, policy: list[list[Fingerprint]], held: list[list[Fingerprint]]
+) -> WeightsNotArrived:
+    with pytest.raises(WeightsNotArrived) as caught:
+        verification.check(policy, held, 3)
+    return caught.value
+
+
+def test_tensors_that_only_one_side_has_are_reported() -> None:
+    verification = Verification("group rollout")
+    verification.check([[ONE], [ONE, OTHER]], [[OTHER], [ONE]], 3)
+    error = difference(verification, [[ONE]], [[OTHER], [OTHER]])
+    assert (error.missing, error.unknown, error.update) == (["one"], ["other"], 3)
+
+
+def test_a_wrong_copy_is_reported_with_its_rank_and_the_tensor() -> None:
+    error = difference(Verification("group rollout"), [[ONE]], [[ONE], [ONE._replace(value=2)]])
+    assert error.tensors == {"one": ([1], [1, 2])} and error.ranks == [1] and not error.old
+    assert error.update == 3
+
+
+def test_parts_in_another_layout_add_up_and_old_values_are_named() -> None:
+    verification = Verification("the engine")
+    halves = [[ONE._replace(value=1)], [ONE._replace(value=4, first=8)]]
+    verification.check(halves, [[ONE._replace(value=5)]], 2)
+    error = difference(verification, [[ONE._replace(value=7)]], halves)
+    assert error.old == ["one"] and error.ranks == [0, 1]
+
+
+def test_ranks_of_the_policy_that_differ_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Verification("the engine").check([[ONE], [ONE._replace(value=2)]], [[ONE]], 3)
+    assert "ranks of the policy hold different values of one" in caplog.text

@@ -33,6 +33,7 @@ from workers.model.build import build_model
 from workers.weights.hf.config import hf_config_of
 from workers.weights.hf.families.llama import Llama
 from workers.weights.hf.family import MODEL_FAMILIES
+from workers.weights.hf.fields import Field
 from workers.weights.hf.model import export_hf, load_hf
 
 TINY = {"vocab_size": VOCAB, "max_sequence_length": 32, "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
@@ -52,8 +53,8 @@ class Renamed(Llama):
     names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         ours: tuple(map(renamed, theirs)) for ours, theirs in Llama.names.items()
     }
-    sizes: ClassVar[Mapping[str, str]] = {
-        {"vocab_size": "n_vocab"}.get(key, key): field for key, field in Llama.sizes.items()
+    keys: ClassVar[Mapping[str, Field]] = {
+        {"vocab_size": "n_vocab"}.get(key, key): field for key, field in Llama.keys.items()
     }
 
 

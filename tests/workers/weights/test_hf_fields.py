@@ -13,7 +13,7 @@ from mcontroller.errors import ConfigError
 from workers import ModelConfig, load_config, model_config_from_hf
 from workers.planning import planning
 from workers.weights.hf.config import family_of, hf_config_of
-from workers.weights.hf.fields import INERT, ReadKeys, layered, neutral_of
+from workers.weights.hf.fields import INERT, ReadKeys, layered
 
 # The contents of config.json as published with these models.
 LLAMA_31 = {
@@ -238,7 +238,7 @@ def test_published_configurations_are_read_and_their_inert_keys_exported(name: s
     assert (model.num_layers, model.vocab_size) == (config["num_hidden_layers"], config["vocab_size"])
     exported = hf_config_of(dataclasses.replace(model, max_sequence_length=16))  # of this run, not of the model
     assert exported["max_position_embeddings"] == config["max_position_embeddings"]
-    missing = config.keys() - exported.keys() - neutral_of(family_of(model)).keys()
+    missing = config.keys() - exported.keys() - family_of(model).neutral().keys()
     assert missing == set()
     same = config.keys() & (INERT | {"sliding_window", "max_window_layers", "router_aux_loss_coef"})
     assert {key: exported[key] for key in same} == {key: config[key] for key in same}

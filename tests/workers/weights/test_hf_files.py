@@ -18,8 +18,9 @@ from workers import ActorRolloutRefWorker
 from workers.config import ActorConfig
 from workers.config.model import model_config_from_hf
 from workers.weights.hf.checkpoint import check_checkpoint_files
+from workers.weights.hf.export_files import start_export
 from workers.weights.hf.families.llama import Llama
-from workers.weights.hf.files import WeightFiles, finish_export, start_export
+from workers.weights.hf.files import WeightFiles
 
 INDEX = "model.safetensors.index.json"
 
@@ -98,7 +99,6 @@ def test_a_second_export_into_a_directory_is_rejected_until_the_first_ends(tmp_p
             os.close(started)
             os.close(end)
             os.read(ended, 1)
-            finish_export(target, {}, {}, None)
         finally:
             os._exit(0)
     os.close(started)
@@ -110,13 +110,13 @@ def test_a_second_export_into_a_directory_is_rejected_until_the_first_ends(tmp_p
     assert (tmp_path / ".model.partial" / "weights").exists()
     os.close(end)
     os.waitpid(pid, 0)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model"]
-    assert sorted(entry.name for entry in target.iterdir()) == ["config.json", "weights"]
+    start_export(target)
+    assert list((tmp_path / ".model.partial").iterdir()) == []
 
 
 def test_a_checkpoint_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
     """What a node without processes can see: whole files, and an output layer that is tied as config.json says."""
-    config = dict.fromkeys(Llama.sizes, 8) | {"num_attention_heads": 2}
+    config = dict.fromkeys(Llama.keys, 8) | {"num_attention_heads": 2}
     config |= {"model_type": "llama", "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     embedding = torch.randn(8, 8)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from mcontroller.errors import DataError
 from tests.parallel_state.layouts import unhurried
 from workers.weights.moves import (
-    LocalTensor,
     Move,
     Span,
+    TensorPart,
     plan_buckets,
     spans_of,
 )
@@ -30,7 +30,7 @@ class Schedule(NamedTuple):
     sent_bytes: int
 
 
-def schedule_of(sources: list[list[LocalTensor]], targets: list[list[LocalTensor]], bucket_bytes: int) -> Schedule:
+def schedule_of(sources: list[list[TensorPart]], targets: list[list[TensorPart]], bucket_bytes: int) -> Schedule:
     planned = plan_buckets(sources, targets, bucket_bytes)
     copies = [move for move in chain(*planned) if move.source_rank == move.target_rank]
     sent = (tuple(move for move in bucket if move.source_rank != move.target_rank) for bucket in planned)
@@ -38,10 +38,10 @@ def schedule_of(sources: list[list[LocalTensor]], targets: list[list[LocalTensor
     return Schedule(copies, buckets, sum(move.nbytes for move in chain(*buckets)))
 
 
-def cut(rows: int, ranks: int, ways: int, pieces: int = 1, dtype: str = "float32") -> list[list[LocalTensor]]:
+def cut(rows: int, ranks: int, ways: int, pieces: int = 1, dtype: str = "float32") -> list[list[TensorPart]]:
     """By rank, its part of one matrix [rows, 4] that is divided into ``ways`` parts, padded, with replicas."""
     padded = -(-rows // (ways * pieces)) * ways * pieces
-    whole = LocalTensor("weight", (rows, 4), dtype, 4)
+    whole = TensorPart("weight", (rows, 4), dtype, 4)
     spans = [spans_of(padded // ways, pieces, ways, rank % ways, rows) for rank in range(ranks)]
     return [[whole._replace(dim=0, spans=part)] for part in spans]
 
@@ -50,14 +50,14 @@ def sent_by(schedule: Schedule, rank: int) -> int:
     return sum(move.nbytes for move in chain(*schedule.buckets) if move.source_rank == rank)
 
 
-def indices(tensors: list[LocalTensor]) -> set[int]:
+def indices(tensors: list[TensorPart]) -> set[int]:
     return {index for span in tensors[0].spans for index in range(span.start, span.stop)}
 
 
-def check_moves(schedule: Schedule, sources: list[list[LocalTensor]], targets: list[list[LocalTensor]]) -> None:
+def check_moves(schedule: Schedule, sources: list[list[TensorPart]], targets: list[list[TensorPart]]) -> None:
     """Run the schedule on the indices themselves: each must end at its position in the target."""
 
-    def places(held: LocalTensor) -> np.ndarray:
+    def places(held: TensorPart) -> np.ndarray:
         length = max((span.offset + span.stop - span.start for span in held.spans), default=0)
         indices = np.full(length, -1)
         for span in held.spans:
@@ -94,8 +94,8 @@ def test_every_index_arrives_at_its_position(
 
 def test_replicas_share_the_sending() -> None:
     """Rank 0 to 3 have the whole, rank 4 to 7 nothing."""
-    part = LocalTensor("weight", (12, 4), "float32", 4, 0, (Span(0, 12, 0),))
-    nothing: list[LocalTensor] = []
+    part = TensorPart("weight", (12, 4), "float32", 4, 0, (Span(0, 12, 0),))
+    nothing: list[TensorPart] = []
     schedule = schedule_of([[part]] * 4 + [nothing] * 4, [nothing] * 4 + [[part]] * 4, 1 << 20)
     assert [sent_by(schedule, rank) for rank in range(8)] == [192] * 4 + [0] * 4
 
@@ -107,7 +107,7 @@ def test_ranks_receive_side_by_side_and_not_one_after_another() -> None:
 
 
 def test_a_bucket_has_one_dtype() -> None:
-    both: list[list[LocalTensor]] = [
+    both: list[list[TensorPart]] = [
         [*one, *(held._replace(name="bias") for held in two)]
         for one, two in zip(cut(16, 2, 2), cut(16, 2, 2, dtype="bfloat16"), strict=True)
     ]
@@ -130,7 +130,7 @@ def test_of_one_pair_of_ranks_the_order_is_the_same_on_both_sides() -> None:
 
 
 def test_another_model_is_rejected_with_the_names() -> None:
-    head = LocalTensor("head", (8, 4), "float32", 4)
+    head = TensorPart("head", (8, 4), "float32", 4)
     with pytest.raises(DataError) as caught:
         schedule_of(cut(16, 2, 2), [[*held, head] for held in cut(18, 2, 2)], 64)
     assert caught.value.missing == ["head"]  # type: ignore[attr-defined]
@@ -144,7 +144,7 @@ def test_a_part_that_no_rank_has_is_rejected_with_its_name() -> None:
 
 
 def test_a_tensor_divided_along_two_dims_is_rejected_with_its_name() -> None:
-    across = [[LocalTensor("weight", (16, 4), "float32", 4, 1, (Span(0, 4, 0),))]] * 2
+    across = [[TensorPart("weight", (16, 4), "float32", 4, 1, (Span(0, 4, 0),))]] * 2
     with pytest.raises(DataError) as caught:
         schedule_of(cut(16, 2, 2), across, 64)
     assert caught.value.name == "weight"  # type: ignore[attr-defined]

@@ -42,7 +42,7 @@ def verified(path: Path, axes: dict[str, Any], changed: str | None, **fields: An
     context = new_context(parallel)
     chunks = build_model(model, parallel, context)
     for shard in named_shards(chunks, context):
-        if shard.name == changed:
+        if shard.part.name == changed:
             shard.param.data[0] += 0.5
     with context.activate():
         return verify_load.verify_load(chunks, model, context)

@@ -17,7 +17,7 @@ from typing import Any
 from mcontroller.errors import ConfigError
 from workers.weights.hf import families  # noqa: F401  # registers them
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, family_like
-from workers.weights.hf.fields import ReadKeys, check_config_keys, inert_of
+from workers.weights.hf.fields import ReadKeys
 from workers.weights.hf.hub import local_directory
 
 _LENGTH = "max_position_embeddings"
@@ -78,7 +78,7 @@ def model_fields_from_hf(path: str | os.PathLike[str], provider: str = "native")
         )
     family, read = MODEL_FAMILIES[model_type], ReadKeys(config)
     fields = family.fields_from(read)
-    check_config_keys(read, family)
+    family.check_keys(read)
     return fields | {"provider": provider, "family": model_type, "hf_path": local_directory(path)}
 
 
@@ -136,7 +136,7 @@ def hf_config_of(model: Any, value_head: bool = False) -> dict[str, Any]:
     else:
         family = family_of(model)
         loaded = {} if model.hf_path is None else _config_at(model.hf_path)
-        kept = inert_of(loaded, family)
+        kept = family.inert_of(loaded)
         config = kept | {
             "architectures": [family.architecture + "ForCausalLM"],
             "model_type": family.model_type,

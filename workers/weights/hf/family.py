@@ -22,6 +22,7 @@ from typing import Any, ClassVar, TypeVar
 
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
+from workers.weights.hf.fields import INERT, NEUTRAL, READ_ELSEWHERE, ReadKeys, not_built
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
@@ -114,6 +115,43 @@ class ModelFamily(ABC):
             name: value for name, value in self.special.items() if (inside.get(name) or None) != (value or None)
         }
 
+    def neutral(self) -> dict[str, tuple[Any, ...]]:
+        """Return ``NEUTRAL`` with the family's keys, and those that state what the family always has."""
+        always = {"qkv_bias": self.add_qkv_bias, "use_qk_norm": self.qk_layernorm}
+        stated = {key: (value, None) for key, value in always.items() if value is not None}
+        return {**NEUTRAL, **stated, **self.only_built}
+
+    def inert_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of ``config.json`` that change no logits, as an export keeps them."""
+        kept = INERT | frozenset(self.inert)
+        return {key: value for key, value in config.items() if key in kept or key.startswith("_")}
+
+    def check_keys(self, read: ReadKeys) -> None:
+        """Check that no key of ``config.json`` changes what a model computes without being computed.
+
+        Args:
+            read: the file, after ``fields_from`` has read it.
+
+        Raises:
+            ConfigError: a key is in none of the lists, or has a value at which it changes something; ``key`` and
+                ``value`` are from ``config.json``.
+        """
+        neutral = self.neutral()
+        known = INERT | READ_ELSEWHERE | read.keys_read | frozenset(self.inert)
+        for key, value in read.config.items():
+            if key in known or key.startswith("_"):
+                continue
+            if key not in neutral:
+                raise ConfigError(
+                    f"config.json: {key} is {value!r}: model_type {self.model_type!r} does not compute this key; if it "
+                    "changes nothing, add it to `inert` of a custom family (workers.register_model_family), or build "
+                    "the model in build_model",
+                    key=key,
+                    value=value,
+                )
+            if value not in neutral[key]:
+                raise not_built(key, value, neutral[key][0])
+
     def not_expressible(self, key: str, value: Any, expressible: Any) -> ConfigError:
         """Return the error for a field of the model that the family's ``config.json`` cannot express."""
         return ConfigError(
@@ -185,8 +223,3 @@ def hf_names_of(family: ModelFamily | None, name: str) -> tuple[str, ...]:
 def _distance(differences: Mapping[str, Any]) -> tuple[bool, int]:
     """Return a sort key: the number of differences, after all families that agree on having experts."""
     return "num_moe_experts" in differences, len(differences)
-
-
-def not_built(key: str, value: Any, built: Any) -> ConfigError:
-    """Return the error for a key of ``config.json`` whose value changes what is computed, and is not supported."""
-    return ConfigError(f"config.json: {key} is {value!r}; only {built!r} is supported", key=key, value=value)

@@ -1,4 +1,4 @@
-"""Every key of ``config.json`` is computed, or changes nothing, or is rejected.
+"""Every key of ``config.json`` is computed, or changes nothing, or is rejected: lists of keys, and how keys are read.
 
 A key that changes what a model computes and that is read over would result in wrong numbers without an error. So each
 key is of one of these kinds, and any other is rejected:
@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from mcontroller.errors import ConfigError
-from workers.weights.hf.family import ModelFamily, not_built
 
 # Names that transformers wrote into config.json until it had generation_config.json.
 _GENERATION = """
@@ -43,7 +42,7 @@ INERT: frozenset[str] = frozenset(" ".join((_GENERATION, _IDS, _HISTORY, _IMPLEM
 """Keys that change no logits in any family: ids of special tokens, the file's history, how a library computes."""
 
 # Keys that this project writes itself, or that are read by other modules.
-_READ_ELSEWHERE = frozenset(("architectures", "model_type", *_CLASSIFIER.split()))
+READ_ELSEWHERE = frozenset(("architectures", "model_type", *_CLASSIFIER.split()))
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
@@ -98,50 +97,31 @@ class ReadKeys(Mapping[str, Any]):
         return len(self.config)
 
 
+class Field(NamedTuple):
+    """A field of ``ModelConfig`` that is one key of ``config.json``.
+
+    Attributes:
+        name: ``num_layers``, or of Megatron's other fields ``transformer.q_lora_rank``.
+        read: from ``config.json`` and the key to the value; raises ConfigError for another kind of value.
+    """
+
+    name: str
+    read: Callable[[Mapping[str, Any], str], Any]
+
+    def of(self, fields: Mapping[str, Any]) -> Any:
+        """Return its value among the fields of a model."""
+        inside = self.name.removeprefix("transformer.")
+        return fields[self.name] if inside == self.name else fields["transformer"].get(inside)
+
+
+def size(name: str) -> Field:
+    """Return a field that is a whole number of at least 1."""
+    return Field(name, size_of)
+
+
 def layered(*mappings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a mapping with the value of each key in the first of ``mappings`` that has it."""
     return ChainMap(*mappings)  # type: ignore[arg-type]  # nothing writes to it
-
-
-def neutral_of(family: ModelFamily) -> dict[str, tuple[Any, ...]]:
-    """Return ``NEUTRAL`` with the keys of a family, and those that state what the family always has."""
-    always = {"qkv_bias": family.add_qkv_bias, "use_qk_norm": family.qk_layernorm}
-    stated = {key: (value, None) for key, value in always.items() if value is not None}
-    return {**NEUTRAL, **stated, **family.only_built}
-
-
-def check_config_keys(read: ReadKeys, family: ModelFamily) -> None:
-    """Check that no key of ``config.json`` changes what a model of the family computes without being computed.
-
-    Args:
-        read: the file, after the family's ``fields_from`` has read it.
-        family: the family.
-
-    Raises:
-        ConfigError: a key is in none of the lists, or has a value at which it changes something; ``key`` and ``value``
-            are from ``config.json``.
-    """
-    neutral = neutral_of(family)
-    known = INERT | _READ_ELSEWHERE | read.keys_read | frozenset(family.inert)
-    for key, value in read.config.items():
-        if key in known or key.startswith("_"):
-            continue
-        if key not in neutral:
-            raise ConfigError(
-                f"config.json: {key} is {value!r}: model_type {family.model_type!r} does not compute this key; if it "
-                "changes nothing, add it to `inert` of a custom family (workers.register_model_family), or build "
-                "the model in build_model",
-                key=key,
-                value=value,
-            )
-        if value not in neutral[key]:
-            raise not_built(key, value, neutral[key][0])
-
-
-def inert_of(config: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
-    """Return the keys of ``config.json`` that change no logits, as an export keeps them."""
-    kept = INERT | frozenset(family.inert)
-    return {key: value for key, value in config.items() if key in kept or key.startswith("_")}
 
 
 def size_of(config: Mapping[str, Any], key: str) -> int:
@@ -200,3 +180,8 @@ def flag_of(config: Mapping[str, Any], key: str) -> bool:
 
 def _wrong(key: str, value: Any, expected: str) -> ConfigError:
     return ConfigError(f"config.json: {key} is {value!r}; expected {expected}", key=key, value=value)
+
+
+def not_built(key: str, value: Any, built: Any) -> ConfigError:
+    """Return the error for a key of ``config.json`` whose value changes what is computed, and is not supported."""
+    return ConfigError(f"config.json: {key} is {value!r}; only {built!r} is supported", key=key, value=value)

@@ -1,55 +1,31 @@
-"""Directories of safetensors: read in slices, and written by several ranks, each its own files.
-
-A directory becomes visible when it is completely written.
-"""
+"""Directories of safetensors, read in slices."""
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import functools
 import json
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-import torch.distributed as dist
 
-from mcontroller.errors import DataError, MControllerError
-from mcontroller.files import (
-    check_new_directory,
-    discard_directory,
-    free_space,
-    is_lfs_pointer,
-    partial_path,
-    release_lock,
-    start_directory,
-)
+from mcontroller.errors import DataError
+from mcontroller.files import is_lfs_pointer
 
 if TYPE_CHECKING:
     import safetensors  # imported on use: a model without a Hugging Face checkpoint needs none
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+"""The only file of weights, if there is one."""
+INDEX = "model.safetensors.index.json"
+"""The file that says which of several has a tensor."""
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.npz")
+"""Files of weights, in any format."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
 # Weights in FP8 have one number for each block, by which its values are multiplied.
 _QUANTIZED, _SCALE = "F8_E4M3", "_scale_inv"
-_TOKENIZER = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates",
-    "*.model",
-    "*.tiktoken",
-)
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.npz")
-# Files that describe the weights of a directory.
-_OF_WEIGHTS = ("*.index.json", "config.json", "README*", ".*", "*quant*.json")
 
 
 class WeightFiles:
@@ -67,19 +43,19 @@ class WeightFiles:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._open: dict[str, safetensors.safe_open] = {}
-        if (directory / _SINGLE).is_file():  # transformers, which may leave an old index there, reads it first too
-            self._file_of = dict.fromkeys(self._opened(_SINGLE).keys(), _SINGLE)
-        elif (directory / _INDEX).is_file():
+        if (directory / SINGLE).is_file():  # transformers, which may leave an old index there, reads it first too
+            self._file_of = dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
+        elif (directory / INDEX).is_file():
             self._file_of = _read_index(directory)
         else:
             raise DataError(
-                f"there are no weights at {str(directory)!r}: expected {_SINGLE} or {_INDEX}; convert other "
+                f"there are no weights at {str(directory)!r}: expected {SINGLE} or {INDEX}; convert other "
                 "formats first (model.save_pretrained of transformers)",
                 path=str(directory),
             )
         absent = sorted(name for name in set(self._file_of.values()) if not (directory / name).is_file())
         if absent:
-            raise DataError(f"{_INDEX} in {str(directory)!r} names missing files: {absent}", missing=absent)
+            raise DataError(f"{INDEX} in {str(directory)!r} names missing files: {absent}", missing=absent)
 
     def check(self) -> None:
         """Open every file, which reads its header and compares its length.
@@ -130,7 +106,7 @@ class WeightFiles:
         return values.float().mul_(scales.float()[of_block[0]][:, of_block[1]])
 
     def _raise_without(self, path: str, name: str) -> NoReturn:
-        text = f"{path} in {str(self.directory)!r} has no tensor {name}, which {_INDEX} says it has"
+        text = f"{path} in {str(self.directory)!r} has no tensor {name}, which {INDEX} says it has"
         raise DataError(text, path=str(self.directory), tensor=name)
 
     def _slice(self, name: str, dim: int | None, start: int, stop: int) -> torch.Tensor:
@@ -195,10 +171,23 @@ def open_safetensors(file: Path) -> safetensors.safe_open:
         raise DataError(text, path=file.name) from error
 
 
+def weight_paths(directory: Path) -> list[Path]:
+    """Return the files that ``WeightFiles`` reads; of a directory that it cannot read, all safetensors.
+
+    Raises:
+        DataError: the index is damaged.
+    """
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    if (directory / INDEX).is_file():
+        return sorted({directory / name for name in _read_index(directory).values()})
+    return sorted(directory.glob("*.safetensors"))
+
+
 def _read_index(directory: Path) -> dict[str, str]:
     """Return the file of each tensor: files of the directory itself."""
     try:
-        index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
         files = index.get("weight_map") if isinstance(index, dict) else None
         reason = f"weight_map is {files!r:.100}, expected an object of file names"
     except (ValueError, RecursionError) as error:
@@ -208,182 +197,14 @@ def _read_index(directory: Path) -> dict[str, str]:
         if not outside:
             return files
         reason = f"it names {outside[0]!r:.100}, expected files of the directory"
-    raise DataError(f"{_INDEX} in {str(directory)!r} is damaged: {reason}", path=str(directory))
-
-
-class WeightWriter:
-    """Collect one rank's tensors, and write a file for every ``max_bytes`` of them.
-
-    Args:
-        target: the directory of the export, as passed to ``start_export``.
-        rank: the rank that writes; part of temporary file names.
-        max_bytes: most bytes of a file with several tensors.
-    """
-
-    def __init__(self, target: Path, rank: int, max_bytes: int) -> None:
-        self._directory, self._rank, self._max_bytes = partial_path(target), rank, max_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._written: dict[str, dict[str, int]] = {}
-        self._failure: DataError | None = None
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a copy of a tensor; it may stay in host memory until ``close``, which raises if it cannot be written."""
-        if self._failure is not None:
-            return
-        if self._pending and sum(held.nbytes for held in self._pending.values()) + tensor.nbytes > self._max_bytes:
-            self._flush()
-        self._pending[name] = tensor.detach().cpu().contiguous().clone()
-
-    def close(self) -> dict[str, dict[str, int]]:
-        """Write the remaining tensors, and return the bytes of each tensor of this rank, by file and name.
-
-        Raises:
-            DataError: a file could not be written.
-        """
-        if self._pending:
-            self._flush()
-        if self._failure is not None:
-            raise self._failure
-        return self._written
-
-    def _flush(self) -> None:
-        name = f"rank-{self._rank:05}-{len(self._written):05}.safetensors"
-        try:
-            save_tensors(self._pending, self._directory / name)
-        except DataError as error:  # later: tensors are put together by all ranks, which go on
-            self._failure = error
-        self._written[name] = {tensor: values.nbytes for tensor, values in self._pending.items()}
-        self._pending = {}
-
-
-def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: str) -> None:
-    """Write tensors in the format of safetensors, to a file that others may read as the umask says.
-
-    Args:
-        tensors: by name.
-        path: the file.
-        metadata: texts for the header of the file.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
-    from safetensors.torch import save_file
-
-    dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    with writing_to(path):
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(dense, path, metadata={"format": "pt", **metadata})  # replaces it with a file of its owner alone
-        path.chmod(mode)
-
-
-@contextlib.contextmanager
-def writing_to(path: Path) -> Iterator[None]:
-    """Raise DataError if a file cannot be written, with the free bytes of the disk of ``path``."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot write {str(path)!r}: {error}; {free_space(path)}", path=str(path)) from error
-
-
-def start_export(target: Path) -> None:
-    """Create an empty directory at ``partial_path(target)``, in which ranks write their files.
-
-    ``target`` is locked until ``publish_export``.
-
-    Raises:
-        DataError: ``target`` exists and is not an empty directory, another process exports to it, or the directory
-            cannot be created.
-    """
-    check_new_directory(target)
-    start_directory(target, _lock(target), f"the export to {target}")
-
-
-def finish_export(
-    target: Path,
-    config: dict[str, object],
-    files: Mapping[str, Mapping[str, int]],
-    companions: Path | None,
-    tokenizer: Path | None = None,
-) -> None:
-    """Rename the files, write the index and ``config.json``, and rename the directory to ``target``.
-
-    Args:
-        target: the directory of the export, as passed to ``start_export``.
-        config: content of ``config.json``.
-        files: the files of all ranks, in the order in which they are numbered, as ``WeightWriter.close`` returns them.
-        companions: a directory whose files are copied, such as its tokenizer, code and generation configuration, except
-            its weights and what describes them; or None.
-        tokenizer: a directory with the files of another tokenizer, which are copied instead; None for that one.
-
-    Raises:
-        DataError: a file cannot be read or written.
-    """
-    with writing_to(target):
-        _describe_weights(partial_path(target), config, files)
-        copied = [] if companions is None else [entry for entry in companions.iterdir() if _is_companion(entry)]
-        if tokenizer is not None:
-            copied = [*(entry for entry in copied if not _matches(entry, _TOKENIZER)), *tokenizer.iterdir()]
-        for entry in copied:
-            copy = shutil.copytree if entry.is_dir() else shutil.copy
-            copy(entry, partial_path(target) / entry.name)
-        publish_export(target)
-
-
-def _describe_weights(partial: Path, config: Mapping[str, object], files: Mapping[str, Mapping[str, int]]) -> None:
-    weight_map: dict[str, str] = {}
-    for (file, tensors), name in zip(files.items(), _names(len(files)), strict=True):
-        (partial / file).rename(partial / name)
-        weight_map |= dict.fromkeys(tensors, name)
-    if len(files) > 1:
-        total = sum(nbytes for tensors in files.values() for nbytes in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (partial / _INDEX).write_text(json.dumps(index, indent=2))
-    (partial / "config.json").write_text(json.dumps(config, indent=2))
-
-
-@contextlib.contextmanager
-def discarded_if_it_fails(target: Path) -> Iterator[None]:
-    """Delete an export, and release the lock, if the block raises an error of this project on every rank."""
-    try:
-        yield
-    except MControllerError:
-        if dist.get_rank() == 0:
-            discard_directory(target, _lock(target))
-        raise
-
-
-def publish_export(target: Path) -> None:
-    """Rename the directory of ``start_export`` to ``target``, and release the lock."""
-    if target.exists():
-        target.rmdir()
-    partial_path(target).rename(target)
-    release_lock(_lock(target))
+    raise DataError(f"{INDEX} in {str(directory)!r} is damaged: {reason}", path=str(directory))
 
 
 def has_weights(directory: Path) -> bool:
     """Return whether a directory has files of weights in any format, whole or not."""
-    return any(_matches(entry, _WEIGHTS) for entry in directory.iterdir())
+    return any(matches(entry, WEIGHTS) for entry in directory.iterdir())
 
 
-def _is_companion(entry: Path) -> bool:
-    """Whether an export has a file of its model's directory too; other folders may have weights of another format."""
-    return (entry.is_file() or _matches(entry, _TOKENIZER)) and not _matches(entry, (*_WEIGHTS, *_OF_WEIGHTS))
-
-
-def _matches(entry: Path, patterns: Sequence[str]) -> bool:
+def matches(entry: Path, patterns: Sequence[str]) -> bool:
+    """Return whether the name of a file matches one of the patterns."""
     return any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in patterns)
-
-
-def _names(count: int) -> Iterator[str]:
-    if count == 1:
-        yield _SINGLE
-        return
-    for number in range(1, count + 1):
-        yield f"model-{number:05}-of-{count:05}.safetensors"
-
-
-def _lock(target: Path) -> Path:
-    return target.with_name(f".{target.name}.lock")

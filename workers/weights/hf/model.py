@@ -22,8 +22,9 @@ from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.weights.hf.config import family_at, family_of, hf_config_of
+from workers.weights.hf.export_files import WeightWriter, complete_export, exporting, on_first_rank
 from workers.weights.hf.family import ModelFamily
-from workers.weights.hf.files import WeightFiles, WeightWriter, discarded_if_it_fails, finish_export, start_export
+from workers.weights.hf.files import WeightFiles
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import (
     OUTPUT_LAYER,
@@ -81,7 +82,7 @@ def load_hf(
     for parameter in named_shards(chunks, context):
         parameter.padding().zero_()
     for shard in shards:
-        if shard.name not in left:
+        if shard.part.name not in left:
             _read(shard, files)
     return frozenset({OUTPUT_LAYER} if left else ())
 
@@ -176,20 +177,16 @@ def export_hf(
             value_head = any(family.value_head in names for names in all_gather_values(_shapes(shards)))
             whole = WholeTensors(lambda: shards)
         config = hf_config_of(model, value_head=value_head)
-        raise_on_every_rank(lambda: start_export(target) if rank == 0 else None)
-    writer = WeightWriter(target, rank, max_file_bytes)
-    for name, tensor in tensors_in(partial(whole.buckets, receivers="first"), torch.device("cpu")):
-        writer.add(name, tensor)
-
-    def finish(written: Mapping[str, Mapping[str, int]]) -> None:
-        companions = None if companions_from is None else Path(companions_from)
-        finish_export(target, config, written, companions, None if tokenizer is None else Path(tokenizer))
-        logger.info("%d tensors in %d files at %s", sum(map(len, written.values())), len(written), target)
-
-    with before_changes(), discarded_if_it_fails(target):
+    with exporting(target) as directory:
+        writer = WeightWriter(directory, rank, max_file_bytes)
+        for name, tensor in tensors_in(partial(whole.buckets, receivers="first"), torch.device("cpu")):
+            writer.add(name, tensor)
         of_ranks = all_gather_values(raise_on_every_rank(writer.close))
         written = {file: tensors for files in of_ranks for file, tensors in files.items()}
-        raise_on_every_rank(lambda: finish(written) if rank == 0 else None)
+        companions, other_tokenizer = (None if path is None else Path(path) for path in (companions_from, tokenizer))
+        on_first_rank(lambda: complete_export(directory, config, written, companions, other_tokenizer))
+    if rank == 0:
+        logger.info("%d tensors in %d files at %s", sum(map(len, written.values())), len(written), target)
     if model.verify_load != "off":
         with context.activate():
             verified = verify_load(unwrap_model(list(chunks)), dataclasses.replace(model, hf_path=str(target)), context)
@@ -199,20 +196,21 @@ def export_hf(
 
 
 def _shapes(shards: Sequence[WeightShard]) -> dict[str, tuple[int, ...]]:
-    return {shard.name: shard.full_shape for shard in shards}
+    return {shard.part.name: shard.part.shape for shard in shards}
 
 
 def _read(shard: WeightShard, files: WeightFiles) -> None:
     """Fill a part from the checkpoint: this rank's indices, which are consecutive there."""
-    if shard.dim is None:
-        shard.param.copy_(files.read(shard.name))
+    part = shard.part
+    if part.dim is None:
+        shard.param.copy_(files.read(part.name))
         return
-    if shard.spans:
-        first = shard.spans[0].start
-        part = files.read(shard.name, shard.dim, first, shard.spans[-1].stop)
-        for start, stop, offset in shard.spans:
-            values = part.narrow(shard.dim, start - first, stop - start)
-            shard.param.narrow(shard.dim, offset, stop - start).copy_(values)
+    if part.spans:
+        first = part.spans[0].start
+        read = files.read(part.name, part.dim, first, part.spans[-1].stop)
+        for start, stop, offset in part.spans:
+            values = read.narrow(part.dim, start - first, stop - start)
+            shard.param.narrow(part.dim, offset, stop - start).copy_(values)
 
 
 def _check_names(

@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, hf_names_of, matching_family
-from workers.weights.moves import Span
+from workers.weights.moves import Span, TensorPart
 from workers.weights.shards import WeightShard, named_buffers, named_shards, whole_shard
 
 OUTPUT_LAYER = "output_layer.weight"
@@ -57,7 +57,8 @@ def with_copies(
     """Return the parts, and those of the copies that layers of multi-token prediction have in the files."""
     every = list(shards)
     for shard in shards:
-        every += [replace(shard, name=name) for name in copies_of(chunks, family).get(shard.name, ())]
+        copies = copies_of(chunks, family).get(shard.part.name, ())
+        every += [replace(shard, part=shard.part._replace(name=name)) for name in copies]
     return every
 
 
@@ -100,37 +101,38 @@ def names_of(family: ModelFamily | None) -> Mapping[str, tuple[str, ...]]:
 
 
 def _parts(shard: WeightShard, family: ModelFamily | None, config: Any) -> Iterator[WeightShard]:
-    names = _hf_names(shard, family, config)
+    part, names = shard.part, _hf_names(shard.part, family, config)
     if len(names) == 1:
-        yield replace(shard, name=names[0])
+        yield replace(shard, part=part._replace(name=names[0]))
         return
     length = shard.param.size(0)
+    ways, index = part.shape[0] // length, part.spans[0].start * len(part.spans) // length if part.spans else 0
     rows = rows_of_pieces(length, len(names), config)
     blocks = length // sum(rows)
     before = 0
     for name, height in zip(names, rows, strict=True):
         spans = tuple(
-            Span(start := (shard.index * blocks + block) * height, start + height, block * sum(rows) + before)
+            Span(start := (index * blocks + block) * height, start + height, block * sum(rows) + before)
             for block in range(blocks)
         )
-        shape = (shard.ways * blocks * height, *shard.full_shape[1:])
-        yield replace(shard, name=name, full_shape=shape, dim=0, spans=spans)
+        shape = (ways * blocks * height, *part.shape[1:])
+        yield replace(shard, part=part._replace(name=name, shape=shape, dim=0, spans=spans))
         before += height
 
 
-def _hf_names(shard: WeightShard, family: ModelFamily | None, config: Any) -> tuple[str, ...]:
+def _hf_names(part: TensorPart, family: ModelFamily | None, config: Any) -> tuple[str, ...]:
     """The names of the tensors that the parameter consists of."""
-    names = hf_names_of(family, shard.name)
-    if shard.name == OUTPUT_LAYER and shard.full_shape[0] == 1:  # a value head: no vocabulary is as small
+    names = hf_names_of(family, part.name)
+    if part.name == OUTPUT_LAYER and part.shape[0] == 1:  # a value head: no vocabulary is as small
         names = ((family or ModelFamily).value_head,)
-    gated = config.gated_linear_unit or ".linear_fc1." not in shard.name
-    output_gate = shard.name.startswith("decoder.layers.") and getattr(config, "attention_output_gate", False)
+    gated = config.gated_linear_unit or ".linear_fc1." not in part.name
+    output_gate = part.name.startswith("decoder.layers.") and getattr(config, "attention_output_gate", False)
     if not names or (len(names) > 1 and not gated) or output_gate:
         of = family.model_type if family else ", ".join(MODEL_FAMILIES)
         raise DataError(
-            f"{shard.name} has no counterpart in a Hugging Face checkpoint of {of} (the built-in families have RMSNorm,"
+            f"{part.name} has no counterpart in a Hugging Face checkpoint of {of} (the built-in families have RMSNorm,"
             " gated units, and no biases except of q, k and v)",
-            tensor=shard.name,
+            tensor=part.name,
         )
     return names
 

@@ -27,7 +27,7 @@ from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
 from workers.schedule import releasing_inputs, run_schedule, scoring
 from workers.weights.hf.config import family_at, model_fields_from_hf, read_config
-from workers.weights.hf.files import WeightFiles
+from workers.weights.hf.files import WeightFiles, weight_paths
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import names_of
 from workers.zigzag import zigzag_join, zigzag_positions
@@ -129,7 +129,7 @@ def _cannot(kind: str) -> str | None:
 def _should_not(model: Any) -> str | None:
     """Why the model is not compared without being asked to."""
     path = Path(str(model.hf_path))
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in weight_paths(path))
     if size > LARGEST_AUTOMATIC:
         return f"its files have {size / 1e9:.1f} GB, more than {LARGEST_AUTOMATIC / 1e9:.1f}; set layers to compare it"
     fields = model_fields_from_hf(path)

@@ -108,8 +108,6 @@ class TransferEndpoint(PolicyWeights):
         self, schedule: RankSchedule, shards: Sequence[WeightShard], device: torch.device, address: str
     ) -> None:
         self._schedule, self._shards, self.device = schedule, shards, device
-        self._reader = SliceReader(shards)
-        self._deadline = Deadline(schedule.timeout)
         self._end = TRANSPORTS.get_or_raise(schedule.transport)(schedule, device, address)
 
     def listen(self) -> Any:
@@ -118,7 +116,7 @@ class TransferEndpoint(PolicyWeights):
 
     def connect(self, addresses: Mapping[int, Any]) -> TransferOutcome:
         """Connect to the ranks that this one sends to or receives from; ``addresses`` are by rank."""
-        return self._run(lambda: self._end.connect(addresses, self._deadline), self._schedule.timeout)
+        return self._run(lambda: self._end.connect(addresses), self._schedule.timeout)
 
     @torch.no_grad()
     def send(self, timeout: float, version: int) -> TransferOutcome:
@@ -137,14 +135,14 @@ class TransferEndpoint(PolicyWeights):
             slots = sorted({move.target_slot for slices in bucket for move in slices.moves})
             tensors = {slot: self._schedule.whole[slot] for slot in slots}
             yield filled_bucket(tensors, self._arriving(index), memory, self.device)
-        self._end.flush(self._deadline)
+        self._end.flush()
 
     def close(self) -> None:
         """End the connections and free the buffers."""
         self._end.close()
 
     def _run(self, action: Callable[[], object], timeout: float) -> TransferOutcome:
-        started, self._deadline = time.perf_counter(), Deadline(timeout)
+        started, self._end.deadline = time.perf_counter(), Deadline(timeout)
         failure, peer = "", None
         try:
             action()
@@ -158,19 +156,18 @@ class TransferEndpoint(PolicyWeights):
         return TransferOutcome(seconds, self._end.buffer_bytes, None, failure, peer)
 
     def _send(self) -> None:
-        self._reader = SliceReader(self._shards)  # the weights have changed
+        sources = SliceReader(self._shards)
         for index, bucket in enumerate(self._schedule.buckets):
-            buffer = self._end.buffer(index, self._deadline)
-            relayed = self._exchange(index)
+            buffer = self._end.buffer(index)
+            relayed = self._exchange(index, sources)
             for slices in bucket:
-                self._fill(buffer[slices.start : slices.start + slices.nbytes], slices.moves, relayed)
+                self._fill(buffer[slices.start : slices.start + slices.nbytes], slices.moves, sources, relayed)
             if buffer.is_cuda:
                 torch.cuda.current_stream().synchronize()
-            self._end.send(index, self._deadline)
-        self._end.flush(self._deadline)
-        self._reader = SliceReader(self._shards)  # without the last merged tensor
+            self._end.send(index)
+        self._end.flush()
 
-    def _exchange(self, index: int) -> Mapping[Move, Tensor]:
+    def _exchange(self, index: int, sources: SliceReader) -> Mapping[Move, Tensor]:
         """Exchange slices of a bucket with the other ranks that send, and return those that this one relays.
 
         The exchange is a collective of NCCL, which must not wait for a rank whose receiver is gone. So all ranks first
@@ -178,8 +175,8 @@ class TransferEndpoint(PolicyWeights):
         """
         if not self._schedule.exchanges:
             return {}
-        self._end.wait_for_senders(self._deadline)
-        return dict(exchanged(self._schedule.exchanges[index], self._reader))
+        self._end.wait_for_senders()
+        return dict(exchanged(self._schedule.exchanges[index], sources))
 
     def _receive(self) -> None:
         for shard in self._shards:
@@ -189,25 +186,23 @@ class TransferEndpoint(PolicyWeights):
                 weights = self._shards[move.target_slot].param.data
                 tensor = weights.narrow(move.dim, move.target_start, move.length)
                 tensor.copy_(values.view(tensor.shape))
-        self._end.flush(self._deadline)
+        self._end.flush()
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
     def _arriving(self, index: int) -> Iterator[tuple[Move, Tensor]]:
         """The slices of a bucket and their values, flat, each valid until the next one."""
-        for slices, data in self._end.receive(index, self._deadline):
+        for slices, data in self._end.receive(index):
             yield from zip(slices.moves, _parts(data, slices.moves), strict=True)
             if data.is_cuda:
                 torch.cuda.current_stream().synchronize()
 
-    def _fill(self, data: Tensor, moves: Sequence[Move], relayed: Mapping[Move, Tensor]) -> None:
+    def _fill(self, data: Tensor, moves: Sequence[Move], sources: SliceReader, relayed: Mapping[Move, Tensor]) -> None:
         """Copy slices of this rank's tensors, or relayed ones, into ``data``, converted to the dtype that travels."""
         rank = self._schedule.rank
         for move, part in zip(moves, _parts(data, moves), strict=True):
-            if move.source_rank == rank:
-                tensor = self._reader.read(move.source_slot, move.dim, move.source_start, move.length)
-            else:
-                tensor = relayed[move._replace(target_rank=rank)]
+            is_local = move.source_rank == rank
+            tensor = sources.read(move) if is_local else relayed[move._replace(target_rank=rank)]
             part.view(tensor.shape).copy_(tensor)
 
 
@@ -236,12 +231,14 @@ class Transport:
 
     Attributes:
         buffer_bytes: the memory that this end keeps in addition to the weights.
+        deadline: of the waits; the endpoint replaces it at the start of every transfer.
     """
 
     buffer_bytes = 0
 
     def __init__(self, schedule: RankSchedule, device: torch.device, address: str) -> None:
         self.schedule, self.device, self.address = schedule, device, address
+        self.deadline = Deadline(schedule.timeout)
 
     @staticmethod
     def why_not(sources: Sequence[RankWeights], targets: Sequence[RankWeights]) -> str:
@@ -251,26 +248,26 @@ class Transport:
     def listen(self) -> Any:
         """Return what other ranks need to reach this one: a value that can be pickled, or None."""
 
-    def connect(self, addresses: Mapping[int, Any], deadline: Deadline) -> None:
+    def connect(self, addresses: Mapping[int, Any]) -> None:
         """Connect to the peers; ``addresses`` are what ``listen`` returned, by rank."""
 
-    def buffer(self, index: int, deadline: Deadline) -> Tensor:
+    def buffer(self, index: int) -> Tensor:
         """Return the memory to fill with the bucket, uint8 ``[bytes]``; wait until it is free."""
         raise NotImplementedError
 
-    def send(self, index: int, deadline: Deadline) -> None:
+    def send(self, index: int) -> None:
         """Start sending the bucket that the buffer was filled with."""
         raise NotImplementedError
 
-    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[PeerSlices, Tensor]]:
+    def receive(self, index: int) -> Iterator[tuple[PeerSlices, Tensor]]:
         """Iterate over the slices of the bucket with their bytes, uint8 ``[bytes]``, each valid until the next one."""
         raise NotImplementedError
 
-    def wait_for_senders(self, deadline: Deadline) -> None:
+    def wait_for_senders(self) -> None:
         """Wait until all ranks that send have called this; used by transports whose ranks relay slices."""
         raise NotImplementedError
 
-    def flush(self, deadline: Deadline) -> None:
+    def flush(self) -> None:
         """Wait until the peers have received all that was sent."""
 
     def close(self) -> None:
@@ -289,18 +286,18 @@ class InProcess(Transport):
         processes = {(rank.node, rank.pid) for rank in (*sources, *targets)}
         return "" if len(processes) == 1 else f"the ranks are {len(processes)} processes; expected one"
 
-    def buffer(self, index: int, deadline: Deadline) -> Tensor:
+    def buffer(self, index: int) -> Tensor:
         """Return new memory."""
         self._bucket = torch.empty(self.schedule.bucket_bytes, dtype=torch.uint8, device=self.device)
         return self._bucket
 
-    def send(self, index: int, deadline: Deadline) -> None:
+    def send(self, index: int) -> None:
         """Keep the bucket."""
         for slices in self.schedule.buckets[index]:
             sent = self._sent[self.schedule.transfer, self.schedule.rank, slices.peer]
             sent.append(self._bucket[slices.start : slices.start + slices.nbytes])
 
-    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[PeerSlices, Tensor]]:
+    def receive(self, index: int) -> Iterator[tuple[PeerSlices, Tensor]]:
         """Iterate over the slices that were kept."""
         for slices in self.schedule.buckets[index]:
             sent = self._sent[self.schedule.transfer, slices.peer, self.schedule.rank]
@@ -358,12 +355,12 @@ class ProcessGroup(Transport):
         self._store = dist.TCPStore(self.address, 0, is_master=True, timeout=timeout, wait_for_workers=False)
         return self.address, self._store.port
 
-    def connect(self, addresses: Mapping[int, Any], deadline: Deadline) -> None:
+    def connect(self, addresses: Mapping[int, Any]) -> None:
         """Create the process group; all ranks call this at the same time."""
         host, port = addresses[0]
-        self._create_group(host, port, deadline.left(0))
+        self._create_group(host, port, self.deadline.left(0))
         if self._over_nccl:
-            self._connect_pairs(deadline)
+            self._connect_pairs()
         self._memory = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self.device)
 
     def _create_group(self, host: str, port: int, timeout: datetime.timedelta) -> None:
@@ -379,7 +376,7 @@ class ProcessGroup(Transport):
             else:
                 self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
 
-    def _connect_pairs(self, deadline: Deadline) -> None:
+    def _connect_pairs(self) -> None:
         """Exchange one byte with every peer, so that no later operation is the first of its pair.
 
         All ranks do this in the order of (rank that sends, rank that receives), so no ranks wait in a circle. Nothing
@@ -389,33 +386,33 @@ class ProcessGroup(Transport):
         self._store.set(f"is there: {self.schedule.rank}", "")
         for peer in self.schedule.peers:
             with _peer_lost(peer):
-                self._store.wait([f"is there: {peer}"], deadline.left(peer))
+                self._store.wait([f"is there: {peer}"], self.deadline.left(peer))
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for peer in self.schedule.peers:
-            self._wait(*self._start(byte, peer, sends=self.schedule.sends), deadline)
+            self._wait(*self._start(byte, peer, sends=self.schedule.sends))
 
-    def buffer(self, index: int, deadline: Deadline) -> Tensor:
+    def buffer(self, index: int) -> Tensor:
         """Return the memory of a bucket, after the one before in it was sent."""
-        self._wait_for(index - IN_FLIGHT, deadline)
+        self._wait_for(index - IN_FLIGHT)
         return self._memory[self._start_of(index) :][: self.schedule.bucket_bytes]
 
-    def send(self, index: int, deadline: Deadline) -> None:
+    def send(self, index: int) -> None:
         """Start to send the bucket."""
         self._start_bucket(index)
 
-    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[PeerSlices, Tensor]]:
+    def receive(self, index: int) -> Iterator[tuple[PeerSlices, Tensor]]:
         """Start to receive this bucket and the next one, and iterate over the slices of this one."""
         for ahead in range(index, min(index + IN_FLIGHT, len(self.schedule.buckets))):
             if ahead not in self._works:
                 self._start_bucket(ahead)
         for slices, (peer, work) in zip(self.schedule.buckets[index], self._works.pop(index), strict=True):
-            self._wait(peer, work, deadline)
+            self._wait(peer, work)
             yield slices, self._slices(index, slices)
 
-    def flush(self, deadline: Deadline) -> None:
+    def flush(self) -> None:
         """Wait for everything that was started."""
         for index in sorted(self._works):
-            self._wait_for(index, deadline)
+            self._wait_for(index)
 
     def close(self) -> None:
         """Drop the process group; operations that others wait for fail."""
@@ -443,18 +440,18 @@ class ProcessGroup(Transport):
         with _peer_lost(peer):  # the connection may have ended already
             return peer, operation([memory], peer, 0)
 
-    def _wait_for(self, index: int, deadline: Deadline) -> None:
+    def _wait_for(self, index: int) -> None:
         for peer, work in self._works.pop(index, ()):
-            self._wait(peer, work, deadline)
+            self._wait(peer, work)
 
-    def _wait(self, peer: int, work: Any, deadline: Deadline) -> None:
-        left = deadline.left(peer)
+    def _wait(self, peer: int, work: Any) -> None:
+        left = self.deadline.left(peer)
         with _peer_lost(peer):
             if not self._over_nccl:
                 work.wait(left)
                 return
             while not work.is_completed():
-                deadline.left(peer)
+                self.deadline.left(peer)
                 time.sleep(_POLL_S)
             work.wait()
 
@@ -517,10 +514,10 @@ class CudaIpc(ProcessGroup):
                 self._exports.append(_by_name(rebuild, arguments))
         return super().listen(), gpu_id(self.device), exports
 
-    def connect(self, addresses: Mapping[int, Any], deadline: Deadline) -> None:
+    def connect(self, addresses: Mapping[int, Any]) -> None:
         """Create the process group, and map the buckets of the senders."""
         (host, port), _, _ = addresses[0]
-        self._create_group(host, port, deadline.left(0))
+        self._create_group(host, port, self.deadline.left(0))
         for peer in () if self.schedule.sends else self.schedule.peers:
             _, gpu, exports = addresses[peer]
             rebuild, arguments = exports[self.schedule.rank]
@@ -530,14 +527,14 @@ class CudaIpc(ProcessGroup):
             except RuntimeError as error:
                 raise PeerLost.of(peer, f"its memory on GPU {gpu} cannot be mapped: {error}") from error
 
-    def wait_for_senders(self, deadline: Deadline) -> None:
+    def wait_for_senders(self) -> None:
         """Report to the first sender, and wait for its answer, which it gives when all have reported."""
         byte, others = torch.zeros(1, dtype=torch.uint8), range(1, self.schedule.sources)
         for sends in (False, True) if self.schedule.rank == 0 else (True, False):
             for peer in others if self.schedule.rank == 0 else (0,):
-                self._wait(*self._start(byte, peer, sends=sends), deadline)
+                self._wait(*self._start(byte, peer, sends=sends))
 
-    def send(self, index: int, deadline: Deadline) -> None:
+    def send(self, index: int) -> None:
         """Send each receiver the position of its slices, and start to receive that it has read them."""
         works = self._works[index] = []
         for slices in self.schedule.buckets[index]:
@@ -545,12 +542,12 @@ class CudaIpc(ProcessGroup):
             works.append(self._start(position, slices.peer, sends=True))
             works.append(self._start(torch.empty_like(position), slices.peer, sends=False))
 
-    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[PeerSlices, Tensor]]:
+    def receive(self, index: int) -> Iterator[tuple[PeerSlices, Tensor]]:
         """Iterate over the slices with their memory in the senders' buckets; answer when each was read."""
         works = self._works[index] = []
         for slices in self.schedule.buckets[index]:
             position = torch.empty(1, dtype=torch.int64)
-            self._wait(*self._start(position, slices.peer, sends=False), deadline)
+            self._wait(*self._start(position, slices.peer, sends=False))
             yield slices, self._mapped[slices.peer][int(position) :][: slices.nbytes]
             works.append(self._start(position, slices.peer, sends=True))
 

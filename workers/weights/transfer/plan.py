@@ -13,9 +13,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from workers.weights.moves import (
-    LocalTensor,
     Move,
-    check_known,
+    TensorPart,
     plan_buckets,
     whole_tensors,
 )
@@ -44,7 +43,6 @@ class RankWeights(NamedTuple):
 
     Attributes:
         tensors: its tensors, in the order of their slots.
-        unknown: names of tensors whose position in the whole model is unknown.
         node: the id of its node.
         pid: its process.
         device: ``"cpu"``, or the unique id of its GPU.
@@ -54,8 +52,7 @@ class RankWeights(NamedTuple):
         nccl_host: the ``NCCL_HOSTID`` of its process, if that is set: NCCL takes ranks of two hosts on one GPU.
     """
 
-    tensors: tuple[LocalTensor, ...]
-    unknown: tuple[str, ...]
+    tensors: tuple[TensorPart, ...]
     node: str
     pid: int
     device: str
@@ -88,27 +85,30 @@ class RankSchedule:
     Attributes:
         transfer: the id of the transfer.
         transport: the name of the transport.
-        sends: whether the rank belongs to the source.
         rank, size: its number among the ranks of both groups, and how many these are.
+        sources: how many of the ranks send: the first ones.
         buckets: the slices of each bucket, in the order in which they travel.
         timeout: seconds after which setting up a connection fails.
         hf_names: whether the tensors are named and divided as in a Hugging Face checkpoint.
         whole: the tensors that an engine gets, in the order of their slots; none without an engine.
-        sources: how many of the ranks send.
         exchanges: by bucket, the slices that ranks of the source send each other first; empty if there are none.
     """
 
     transfer: str
     transport: str
-    sends: bool
     rank: int
     size: int
+    sources: int
     buckets: tuple[tuple[PeerSlices, ...], ...]
     timeout: float
     hf_names: bool = False
-    whole: tuple[LocalTensor, ...] = ()
-    sources: int = 0
+    whole: tuple[TensorPart, ...] = ()
     exchanges: tuple[tuple[Move, ...], ...] = ()
+
+    @property
+    def sends(self) -> bool:
+        """Whether the rank belongs to the source."""
+        return self.rank < self.sources
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ class TransferSchedule:
     source_size: int
     target_size: int
     buckets: tuple[tuple[Move, ...], ...]
-    targets: tuple[tuple[LocalTensor, ...], ...]
+    targets: tuple[tuple[TensorPart, ...], ...]
     relays: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
@@ -207,10 +207,9 @@ def schedule_transfer(
         relayed: a rank of the target gets everything from a rank of the source on its GPU, if there is one.
 
     Raises:
-        DataError: the two are not the same model, or the position of a weight in the whole model is unknown.
+        DataError: the two are not the same model.
     """
     ranks = (*sources, *targets)
-    check_known(sorted({name for rank in ranks for name in rank.unknown}))
     engines = [target.engine for target in targets if target.engine is not None]
     wanted = _engine_tensors(sources, targets) if engines else tuple(target.tensors for target in targets)
     received = {tensor.name: tensor for tensor in chain(*wanted)}
@@ -240,11 +239,11 @@ def _relays(
 
 def _engine_tensors(
     sources: Sequence[RankWeights], targets: Sequence[RankWeights]
-) -> tuple[tuple[LocalTensor, ...], ...]:
+) -> tuple[tuple[TensorPart, ...], ...]:
     """By rank of the target, all tensors of the source in the smaller one of both dtypes; none without an engine."""
     whole = whole_tensors([source.tensors for source in sources])
 
-    def received(engine: ServedEngine) -> tuple[LocalTensor, ...]:
+    def received(engine: ServedEngine) -> tuple[TensorPart, ...]:
         converted = (tensor._replace(dtype=engine.dtype, itemsize=engine.itemsize) for tensor in whole)
         return tuple(_in_smaller_dtype(*pair) for pair in zip(whole, converted, strict=True))
 
@@ -257,7 +256,7 @@ def _distance(one: RankWeights, other: RankWeights) -> int:
     return int(one.device != other.device)
 
 
-def _in_smaller_dtype(source: LocalTensor, target: LocalTensor | None) -> LocalTensor:
+def _in_smaller_dtype(source: TensorPart, target: TensorPart | None) -> TensorPart:
     """The source's tensor in the smaller one of both dtypes."""
     if target is None or target.itemsize >= source.itemsize:
         return source

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-import zlib
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Self
@@ -19,10 +18,9 @@ from mcontroller.data.batch import format_bytes
 from mcontroller.errors import ConnectionLost, GroupError, MControllerError
 from mcontroller.group import WorkerGroup
 from mcontroller.transport import Future
-from workers.weights.moves import dtypes_by_name
+from workers.weights.fingerprints import Verification, dtypes_by_name
 from workers.weights.transfer.endpoint import TransferOutcome, choose_transport
 from workers.weights.transfer.plan import RankSchedule, TransferSchedule, schedule_transfer
-from workers.weights.verification import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ class TransferReport:
         buffer_bytes: the most memory that a rank keeps for the transfer, in addition to the weights.
         policy_version: the version of the policy that was sent.
         verify_seconds: wall-clock time of comparing fingerprints of both groups; None if they were not compared.
-        fingerprint: of all weights together; None if fingerprints were not compared.
+        fingerprint: of all weights together, the same in every layout; None if fingerprints were not compared.
     """
 
     transport: str
@@ -99,8 +97,9 @@ class WeightTransfer:
         timeout: seconds after which connecting or running a transfer fails, if a rank does not answer.
 
     Raises:
-        DataError: the groups do not have the same model, or the position of a weight in the whole model is unknown.
-        CallRejected: the engines of the target do not have the model of the source.
+        DataError: the groups do not have the same model.
+        CallRejected: the engines of the target do not have the model of the source, or the position of a weight in the
+            whole model is unknown.
         ConfigError: the transport does not exist, or cannot be used between these groups.
         TransferError: the ranks cannot reach each other.
         GroupError: a call to one of the groups failed.
@@ -217,14 +216,13 @@ class WeightTransfer:
             RankSchedule(
                 transfer=self._id,
                 transport=self.transport,
-                sends=rank < sources,
                 rank=rank,
                 size=size,
+                sources=sources,
                 buckets=self.schedule.by_rank[rank],
                 timeout=self.timeout,
                 hf_names=self._hf_names,
                 whole=self.schedule.targets[rank - sources] if self._hf_names and rank >= sources else (),
-                sources=sources,
                 exchanges=self.schedule.exchanges if rank < sources else (),
             )
             for rank in range(size)
@@ -250,9 +248,8 @@ class WeightTransfer:
         dtypes = dtypes_by_name(self.schedule.targets)
         expected = self.source.weight_fingerprints.options(blocking=False)(dtypes, self._hf_names)
         arrived = self.target.weight_fingerprints.options(blocking=False)()
-        sent = expected.get()
-        self._verification.check(sent, arrived.get(), version)
-        return time.perf_counter() - started, zlib.crc32(repr(sent).encode())
+        fingerprint = self._verification.check(expected.get(), arrived.get(), version)
+        return time.perf_counter() - started, fingerprint
 
     def _both(self, of_source: str, of_target: str, *args: Any) -> tuple[list[TransferOutcome], list[TransferOutcome]]:
         """Call a method of each group at the same time, and return the outcomes of their ranks."""

@@ -17,8 +17,8 @@ from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, SAMPLED, actor, 
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
 from workers.generate.vllm import start
+from workers.weights.fingerprints import WeightsNotArrived
 from workers.weights.transfer.weight_transfer import WeightTransfer
-from workers.weights.verification import WeightsNotArrived
 
 SIZES = MODEL | {"num_attention_heads": 4, "hidden_size": 128, "num_query_groups": 2, "family": "qwen2"}
 DENSE = SIZES | {"add_qkv_bias": True, "tie_embeddings": True}

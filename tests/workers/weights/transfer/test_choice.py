@@ -14,7 +14,7 @@ GPUS = ("A", "B", "C", "D")
 
 def ranks(*devices: str, node: str = "node", visible: tuple[str, ...] = GPUS) -> list[RankWeights]:
     """One rank in a separate process for each device."""
-    return [RankWeights((), (), node, next(_pids), device, visible=visible) for device in devices]
+    return [RankWeights((), node, next(_pids), device, visible=visible) for device in devices]
 
 
 CPU = "cpu"

@@ -80,6 +80,14 @@ def test_a_target_of_a_smaller_dtype_gets_converted_weights_in_half_the_bytes() 
     assert report.bytes_sent == sum(tensor.nbytes for tensor in half)
 
 
+def test_the_fingerprint_of_all_weights_is_the_same_in_every_layout() -> None:
+    rollout, fingerprints = group("rollout", 1, {}, {"seed": 7}), set()
+    for ranks, axes in ((1, {}), (2, {}), (4, {"tp": 2, "pp": 2})):
+        with WeightTransfer(group("actor", ranks, axes, {}), rollout) as transfer:
+            fingerprints.add(transfer.run().fingerprint)
+    assert len(fingerprints) == 1
+
+
 def test_weights_that_have_not_all_arrived_are_not_generated_with() -> None:
     actor, rollout = group("actor_rollout", 1, {}, {}), group("rollout", 1, {}, {"seed": 7})
     transfer = WeightTransfer(actor, rollout)

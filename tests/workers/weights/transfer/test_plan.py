@@ -6,16 +6,17 @@ from collections import defaultdict
 
 import pytest
 
-from workers.weights.moves import LocalTensor, dtypes_by_name, spans_of
+from workers.weights.fingerprints import dtypes_by_name
+from workers.weights.moves import TensorPart, spans_of
 from workers.weights.transfer.plan import RankWeights, ServedEngine, schedule_transfer
 
 MIB = 1 << 20
 ROWS, COLUMNS = 2048, 512  # 4 MiB in float32
 
 
-def held(name: str, dim: int | None, ways: int, **changes: object) -> list[LocalTensor]:
+def held(name: str, dim: int | None, ways: int, **changes: object) -> list[TensorPart]:
     """By rank, its part of a matrix [ROWS, COLUMNS]."""
-    whole = LocalTensor(name, (ROWS, COLUMNS), "float32", 4)
+    whole = TensorPart(name, (ROWS, COLUMNS), "float32", 4)
     if dim is None:
         return [whole._replace(**changes)] * ways
     size = whole.shape[dim]
@@ -36,10 +37,8 @@ def held(name: str, dim: int | None, ways: int, **changes: object) -> list[Local
     ],
     ids=["whole", "rows to whole", "columns to whole", "whole to columns", "converted", "small"],
 )
-def test_slices_travel_in_buckets_within_the_limit(sources: list[LocalTensor], targets: list[LocalTensor]) -> None:
-    ranks = [
-        [RankWeights((part,), (), "node", pid, "cpu") for pid, part in enumerate(side)] for side in (sources, targets)
-    ]
+def test_slices_travel_in_buckets_within_the_limit(sources: list[TensorPart], targets: list[TensorPart]) -> None:
+    ranks = [[RankWeights((part,), "node", pid, "cpu") for pid, part in enumerate(side)] for side in (sources, targets)]
     schedule = schedule_transfer(*ranks, MIB)
     assert sum(schedule.routes.values()) == schedule.nbytes == ROWS * COLUMNS * targets[0].itemsize
     for bucket in schedule.buckets:
@@ -53,9 +52,9 @@ def test_slices_travel_in_buckets_within_the_limit(sources: list[LocalTensor], t
 def test_a_slice_comes_from_the_same_gpu_or_else_from_the_same_node() -> None:
     (whole,) = held("w", None, 1)
     places = [("one", "A"), ("one", "B"), ("other", "C"), ("other", "D")]
-    sources = [RankWeights((whole,), (), node, pid, gpu) for pid, (node, gpu) in enumerate(places)]
+    sources = [RankWeights((whole,), node, pid, gpu) for pid, (node, gpu) in enumerate(places)]
     targets = [
-        RankWeights((whole,), (), node, 10 + pid, gpu)
+        RankWeights((whole,), node, 10 + pid, gpu)
         for pid, (node, gpu) in enumerate([*reversed(places), ("other", "E"), ("third", "F")])
     ]
     routes = schedule_transfer(sources, targets, MIB).routes
@@ -67,11 +66,11 @@ def test_a_slice_comes_from_the_same_gpu_or_else_from_the_same_node() -> None:
 def test_on_shared_gpus_a_rank_gets_all_slices_from_the_sender_on_its_gpu() -> None:
     """Each of two senders has half of the rows; each of three receivers wants all, and the third has no sender."""
     sources = [
-        RankWeights((part,), (), "node", pid, gpu)
+        RankWeights((part,), "node", pid, gpu)
         for pid, (part, gpu) in enumerate(zip(held("w", 0, 2), "AB", strict=True))
     ]
     (whole,) = held("w", None, 1)
-    targets = [RankWeights((whole,), (), "node", 10 + pid, gpu) for pid, gpu in enumerate("BAC")]
+    targets = [RankWeights((whole,), "node", 10 + pid, gpu) for pid, gpu in enumerate("BAC")]
     schedule = schedule_transfer(sources, targets, MIB, relayed=True)
     peers = [{slices.peer for bucket in buckets for slices in bucket} for buckets in schedule.by_rank]
     assert peers == [{3, 4}, {2, 4}, {1}, {0}, {0, 1}]
@@ -99,9 +98,9 @@ def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
         for name in ("a", "b")
     ]
     large = held("model.layers.0.w", 0, 2)
-    sources = [RankWeights((small[0][rank], large[rank], small[1][rank]), (), "node", rank, "cpu") for rank in range(2)]
+    sources = [RankWeights((small[0][rank], large[rank], small[1][rank]), "node", rank, "cpu") for rank in range(2)]
     engine = ServedEngine("bfloat16", 2, MIB, (None, None))
-    targets = [RankWeights((), (), "node", 10 + pid, "cpu", engine=engine if pid else None) for pid in range(3)]
+    targets = [RankWeights((), "node", 10 + pid, "cpu", engine=engine if pid else None) for pid in range(3)]
     schedule = schedule_transfer(sources, targets, MIB)
     assert [[tensor.name for tensor in tensors] for tensors in schedule.targets] == [
         [],

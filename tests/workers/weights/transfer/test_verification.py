@@ -11,10 +11,10 @@ from torch import Tensor
 from mcontroller.errors import CallRejected
 from tests.workers.roles import experience
 from tests.workers.weights.transfer.test_equal_generation import EXPERTS, TIED, generated, group
+from workers.weights.fingerprints import WeightsNotArrived
 from workers.weights.transfer.endpoint import TRANSPORTS, InProcess
 from workers.weights.transfer.plan import PeerSlices
 from workers.weights.transfer.weight_transfer import WeightTransfer
-from workers.weights.verification import WeightsNotArrived
 
 
 class Lossy(InProcess):
@@ -22,8 +22,8 @@ class Lossy(InProcess):
 
     loses = ""
 
-    def receive(self, index: int, deadline: Any) -> Iterator[tuple[PeerSlices, Tensor]]:
-        for slices, data in super().receive(index, deadline):
+    def receive(self, index: int) -> Iterator[tuple[PeerSlices, Tensor]]:
+        for slices, data in super().receive(index):
             if index != 1 or not type(self).loses:
                 yield slices, data
             elif type(self).loses == "slice" and len(slices.moves) > 1:

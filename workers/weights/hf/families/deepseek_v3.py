@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from workers.weights.hf.families.llama import ROPE_DEFAULT, Llama, names_in_layer, rope_kind
 from workers.weights.hf.families.routed_by_bias import RoutedByBias
-from workers.weights.hf.family import not_built, register_model_family
-from workers.weights.hf.fields import layered, number_of, optional_size_of, size_of
+from workers.weights.hf.family import register_model_family
+from workers.weights.hf.fields import Field, layered, not_built, number_of, optional_size_of, size, size_of
 
 # Name in config.json -> name in Megatron.
 _YARN = {
@@ -24,12 +24,6 @@ _YARN = {
     "mscale_all_dim": "mscale_all_dim",
 }
 _ROPE_KEYS = {"default": ROPE_DEFAULT, "yarn": (*ROPE_DEFAULT, *_YARN, "truncate")}
-_WIDTHS = {
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_head_dim",
-    "qk_rope_head_dim": "qk_pos_emb_head_dim",
-    "v_head_dim": "v_head_dim",
-}
 _NOT_COMPRESSED = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.layer_norm_weight")
 _QUANTIZATION = frozenset(
     ("quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt", "modules_to_not_convert")
@@ -57,6 +51,21 @@ class DeepseekV3(RoutedByBias):
             "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight",),
         }
     )
+    keys: ClassVar[Mapping[str, Field]] = {
+        **RoutedByBias.keys,
+        "q_lora_rank": Field("transformer.q_lora_rank", optional_size_of),
+        "kv_lora_rank": size("transformer.kv_lora_rank"),
+        "qk_nope_head_dim": size("transformer.qk_head_dim"),
+        "qk_rope_head_dim": size("transformer.qk_pos_emb_head_dim"),
+        "v_head_dim": size("transformer.v_head_dim"),
+    }
+    # transformers does without the last two; vLLM builds no bias of the router if topk_method is missing.
+    constants: ClassVar[Mapping[str, Any]] = {
+        **RoutedByBias.constants,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
     # ``qk_head_dim`` follows from the other widths; the rest is read by other code only.
     inert: ClassVar[tuple[str, ...]] = (
         *RoutedByBias.inert,
@@ -87,23 +96,18 @@ class DeepseekV3(RoutedByBias):
         heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
         if groups != heads:
             raise not_built("num_key_value_heads", groups, heads)
-        latent: dict[str, Any] = {ours: size_of(source, theirs) for theirs, ours in _WIDTHS.items()}
         if source.get("head_dim") not in (None, source["qk_rope_head_dim"]):
             raise not_built("head_dim", source["head_dim"], source["qk_rope_head_dim"])
         _check_quantization(source.get("quantization_config"))
-        latent |= {"multi_latent_attention": True, "q_lora_rank": optional_size_of(source, "q_lora_rank")}
+        inside = fields["transformer"] | {"multi_latent_attention": True} | self._positions(source)
         return fields | {
-            "kv_channels": latent["qk_head_dim"] + latent["qk_pos_emb_head_dim"],
-            "transformer": fields["transformer"] | latent | self._positions(source),
+            "kv_channels": inside["qk_head_dim"] + inside["qk_pos_emb_head_dim"],
+            "transformer": inside,
         }
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """As of its base."""
-        inside = fields["transformer"]
-        widths = {theirs: inside[ours] for theirs, ours in (_WIDTHS | {"q_lora_rank": "q_lora_rank"}).items()}
-        fixed = {"head_dim": widths["qk_rope_head_dim"], "rope_interleave": True}
-        # transformers does without these two; vLLM builds no bias of the router if the second is missing.
-        return super().config_from(fields) | widths | fixed | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        return super().config_from(fields) | {"head_dim": fields["transformer"]["qk_pos_emb_head_dim"]}
 
     def rope_fields(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """Return the base; what scales the positions is in the fields of Megatron's configuration."""

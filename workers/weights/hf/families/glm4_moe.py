@@ -9,7 +9,7 @@ from workers.weights.hf.families.qwen2 import Qwen2
 from workers.weights.hf.families.qwen3 import Qwen3
 from workers.weights.hf.families.routed_by_bias import RoutedByBias
 from workers.weights.hf.family import register_model_family
-from workers.weights.hf.fields import flag_of, layered
+from workers.weights.hf.fields import Field, flag_of
 
 
 @register_model_family("glm4_moe")
@@ -20,6 +20,11 @@ class Glm4Moe(RoutedByBias):
     add_qkv_bias = None
     qk_layernorm = None
     names = Qwen2.names | Qwen3.names | RoutedByBias.names
+    keys: ClassVar[Mapping[str, Field]] = {
+        **RoutedByBias.keys,
+        "attention_bias": Field("add_qkv_bias", flag_of),
+        "use_qk_norm": Field("qk_layernorm", flag_of),
+    }
     only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
     fixed: ClassVar[Mapping[str, Any]] = {
         key: value for key, value in RoutedByBias.fixed.items() if key != "rotary_percent"
@@ -31,14 +36,3 @@ class Glm4Moe(RoutedByBias):
         "num_key_value_heads": 8,
         "use_qk_norm": False,
     }
-
-    def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As of its base, with the biases and the norms of queries and keys that some models have."""
-        source = layered(config, self.defaults)
-        flags = {"add_qkv_bias": flag_of(source, "attention_bias"), "qk_layernorm": flag_of(source, "use_qk_norm")}
-        return super().fields_from(config) | flags
-
-    def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """As of its base."""
-        flags = {"attention_bias": fields["add_qkv_bias"], "use_qk_norm": fields["qk_layernorm"]}
-        return super().config_from(fields) | flags

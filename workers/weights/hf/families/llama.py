@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from mcontroller.errors import ConfigError
-from workers.weights.hf.family import ModelFamily, not_built, register_model_family
-from workers.weights.hf.fields import flag_of, layered, number_of, optional_size_of, size_of
+from workers.weights.hf.family import ModelFamily, register_model_family
+from workers.weights.hf.fields import Field, flag_of, layered, not_built, number_of, optional_size_of, size
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # The one scaling of rotary positions that Megatron has, with the three numbers that it has fixed.
@@ -48,7 +48,8 @@ class Llama(ModelFamily):
     Attributes:
         defaults: what the family's configuration class in transformers supplies if ``config.json`` omits a key that
             published files omit too; without any other key that is read, a file is rejected.
-        sizes: keys of ``config.json`` that are required, each a whole number, and the fields of ``ModelConfig``.
+        keys: keys of ``config.json`` that are one field of ``ModelConfig`` each, read and written as they are.
+        constants: keys with values that an export always has.
         fixed: fields of ``ModelConfig`` that the family's ``config.json`` has no key for, and their values.
         fixed_transformer: the same of ``ModelConfig.transformer``.
         rope_theta: what transformers supplies if ``config.json`` has no ``rope_theta``.
@@ -80,14 +81,17 @@ class Llama(ModelFamily):
         "attention_bias": False,
     }
     only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",), "attention_bias": (False, None)}
-    sizes: ClassVar[Mapping[str, str]] = {
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "max_sequence_length",
-        "num_hidden_layers": "num_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "intermediate_size": "ffn_hidden_size",
+    keys: ClassVar[Mapping[str, Field]] = {
+        "vocab_size": size("vocab_size"),
+        "max_position_embeddings": size("max_sequence_length"),
+        "num_hidden_layers": size("num_layers"),
+        "hidden_size": size("hidden_size"),
+        "num_attention_heads": size("num_attention_heads"),
+        "intermediate_size": size("ffn_hidden_size"),
+        "rms_norm_eps": Field("layernorm_epsilon", number_of),
+        "tie_word_embeddings": Field("tie_embeddings", flag_of),
     }
+    constants: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "attention_bias": False}
     fixed: ClassVar[Mapping[str, Any]] = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -120,7 +124,7 @@ class Llama(ModelFamily):
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``ModelConfig`` that ``config.json`` determines; see ``ModelFamily.fields_from``."""
         source = layered(config, self.defaults)
-        missing = [key for key in self.sizes if source.get(key) is None]
+        missing = [key for key, (_, read) in self.keys.items() if read != optional_size_of and source.get(key) is None]
         if missing:
             raise ConfigError(f"config.json lacks {', '.join(missing)}", key=missing[0], value=None)
         for key, built in self.only_built.items():
@@ -131,18 +135,19 @@ class Llama(ModelFamily):
             raise not_built("layer_types", layers, "full_attention throughout")
         if layers and len(layers) != source["num_hidden_layers"]:
             raise not_built("layer_types", layers, f"one for each of {source['num_hidden_layers']} layers")
-        sizes: dict[str, Any] = {field: size_of(source, key) for key, field in self.sizes.items()}
-        heads = sizes["num_attention_heads"]
+        values = {field.name: field.read(source, key) for key, field in self.keys.items()}
+        inside = {name: values.pop(name) for name in list(values) if name.startswith("transformer.")}
+        heads = values["num_attention_heads"]
         return {
-            **sizes,
             "num_query_groups": optional_size_of(source, "num_key_value_heads") or heads,
-            "kv_channels": optional_size_of(source, "head_dim") or sizes["hidden_size"] // heads,
-            "layernorm_epsilon": number_of(source, "rms_norm_eps"),
+            "kv_channels": optional_size_of(source, "head_dim") or values["hidden_size"] // heads,
             "add_qkv_bias": self.add_qkv_bias,
             "qk_layernorm": self.qk_layernorm,
-            "tie_embeddings": flag_of(source, "tie_word_embeddings"),
             "dtype": _dtype_of(source),
-        } | self.rope_fields(source)
+            "transformer": {name.removeprefix("transformer."): value for name, value in inside.items()},
+            **values,
+            **self.rope_fields(source),
+        }
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``config.json`` of a model of this family; see ``ModelFamily.config_from``."""
@@ -154,14 +159,11 @@ class Llama(ModelFamily):
             if extra.get(key, value) != value:
                 raise self.not_expressible(f"model.transformer.{key}", extra[key], value)
         return {
-            **{key: fields[field] for key, field in self.sizes.items()},
+            **self.constants,
+            **{key: field.of(fields) for key, field in self.keys.items()},
             "intermediate_size": fields["ffn_hidden_size"] or 4 * fields["hidden_size"],
             "num_key_value_heads": fields["num_query_groups"] or fields["num_attention_heads"],
             "head_dim": fields["kv_channels"] or fields["hidden_size"] // fields["num_attention_heads"],
-            "hidden_act": "silu",
-            "rms_norm_eps": fields["layernorm_epsilon"],
-            "attention_bias": False,
-            "tie_word_embeddings": fields["tie_embeddings"],
             "initializer_range": fields["init_method_std"],
             "dtype": fields["dtype"],
             "torch_dtype": fields["dtype"],
@@ -203,6 +205,13 @@ class Llama(ModelFamily):
             "rope_scaling": scaled,
             "rope_parameters": (scaled or {"rope_type": "default"}) | {"rope_theta": theta} | part,
         } | part
+
+
+def layers_with_experts(fields: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether it has experts, if the model has any."""
+    every = fields["transformer"].get("moe_layer_freq", 1)
+    layers = range(fields["num_layers"])
+    return [layer % every == 0 for layer in layers] if isinstance(every, int) else [bool(one) for one in every]
 
 
 def rope_kind(rope: Mapping[str, Any], keys: Mapping[str, Sequence[str]]) -> str:

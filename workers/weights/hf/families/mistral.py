@@ -22,7 +22,8 @@ class Mistral(Llama):
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """As Llama's, with the window: a token attends to itself and to ``sliding_window - 1`` tokens before it."""
         window = optional_size_of(layered(config, self.defaults), "sliding_window")
-        return super().fields_from(config) | {"transformer": {} if window is None else {"window_size": [window - 1, 0]}}
+        fields = super().fields_from(config)
+        return fields if window is None else fields | {"transformer": {"window_size": [window - 1, 0]}}
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """As Llama's, with the window."""

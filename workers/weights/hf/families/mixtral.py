@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from workers.weights.hf.families.llama import names_in_layer
 from workers.weights.hf.families.mistral import Mistral
 from workers.weights.hf.family import register_model_family
+from workers.weights.hf.fields import Field, size
 
 
 @register_model_family("mixtral")
@@ -26,10 +27,10 @@ class Mixtral(Mistral):
             "mlp.experts.linear_fc2.weight{expert}": ("block_sparse_moe.experts.{expert}.w2.weight",),
         }
     )
-    sizes: ClassVar[Mapping[str, str]] = {
-        **Mistral.sizes,
-        "num_local_experts": "num_moe_experts",
-        "num_experts_per_tok": "moe_router_topk",
+    keys: ClassVar[Mapping[str, Field]] = {
+        **Mistral.keys,
+        "num_local_experts": size("num_moe_experts"),
+        "num_experts_per_tok": size("moe_router_topk"),
     }
     # Megatron's losses of the router are set in model.transformer.
     inert: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef", "output_router_logits")

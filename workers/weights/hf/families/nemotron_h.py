@@ -10,17 +10,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from workers.weights.hf.families.llama import Llama
-from workers.weights.hf.family import not_built, register_model_family
-from workers.weights.hf.fields import layered, number_of, size_of
+from workers.weights.hf.family import register_model_family
+from workers.weights.hf.fields import Field, layered, not_built, number_of, size
 
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
-_SIZES = {
-    "mamba_num_heads": "mamba_num_heads",
-    "mamba_head_dim": "mamba_head_dim",
-    "mamba_state_dim": "ssm_state_size",
-    "mamba_num_groups": "n_groups",
-}
 _OF_EXPERTS = """
     n_routed_experts n_shared_experts moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size
     moe_shared_expert_overlap num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob
@@ -64,6 +58,15 @@ class NemotronH(Llama):
             "mlp.linear_fc2.weight": "mixer.down_proj.weight",
         }.items()
     }
+    keys: ClassVar[Mapping[str, Field]] = {
+        **{key: field for key, field in Llama.keys.items() if key != "rms_norm_eps"},
+        "layer_norm_epsilon": Field("layernorm_epsilon", number_of),
+        "mamba_num_heads": size("transformer.mamba_num_heads"),
+        "mamba_head_dim": size("transformer.mamba_head_dim"),
+        "ssm_state_size": size("transformer.mamba_state_dim"),
+        "n_groups": size("transformer.mamba_num_groups"),
+    }
+    constants: ClassVar[Mapping[str, Any]] = {"attention_bias": False}
     defaults: ClassVar[Mapping[str, Any]] = {"tie_word_embeddings": False}
     only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "mamba_hidden_act": ("silu",),
@@ -104,17 +107,19 @@ class NemotronH(Llama):
         """As Llama's, with the letters of the layers."""
         source = layered(config, self.defaults)
         letters = _letters_of(source)
-        of_llama = {"num_hidden_layers": len(letters), "rms_norm_eps": number_of(source, "layer_norm_epsilon")}
-        return super().fields_from(layered(of_llama, config)) | {
+        return super().fields_from(layered({"num_hidden_layers": len(letters)}, config)) | {
             "position_embedding_type": "none",
             "gated_linear_unit": False,
             "activation": "squared_relu",
             "hybrid_layer_pattern": letters,
-            "transformer": {ours: size_of(source, theirs) for ours, theirs in _SIZES.items()},
         }
 
     def rope_fields(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """Return nothing: attention has no positions."""
+        return {}
+
+    def rope_config(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return nothing, as ``rope_fields``."""
         return {}
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,11 +127,8 @@ class NemotronH(Llama):
         letters = (fields["hybrid_layer_pattern"] or "").replace("|", "")
         if not letters or not set(letters) <= _KINDS.keys():
             raise self.not_expressible("model.hybrid_layer_pattern", fields["hybrid_layer_pattern"], "M, * and -")
-        left_out = ("hidden_act", "rms_norm_eps", *self.rope_config(fields))
-        config = {key: value for key, value in super().config_from(fields).items() if key not in left_out}
-        sizes = {theirs: fields["transformer"][ours] for ours, theirs in _SIZES.items()}
         layers = {"layers_block_type": [_KINDS[letter] for letter in letters], "hybrid_override_pattern": letters}
-        return config | sizes | layers | {"layer_norm_epsilon": fields["layernorm_epsilon"]}
+        return super().config_from(fields) | layers
 
 
 def _letters_of(source: Mapping[str, Any]) -> str:

@@ -18,11 +18,6 @@ class Qwen2(Llama):
     names = Llama.names | names_in_layer(
         {"self_attention.linear_qkv.bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv")}
     )
+    constants: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}  # the biases are always there, without a key
     # Without ``use_sliding_window``, which is not built, the other keys of a window are not used.
     inert: ClassVar[tuple[str, ...]] = ("sliding_window", "max_window_layers")
-
-    def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """As Llama's, without ``attention_bias``: the biases are always there, and their key is not."""
-        config = super().config_from(fields)
-        del config["attention_bias"]
-        return config

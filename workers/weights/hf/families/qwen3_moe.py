@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from workers.weights.hf.families.llama import EXPERT_NAMES, Llama
+from workers.weights.hf.families.llama import EXPERT_NAMES, Llama, layers_with_experts
 from workers.weights.hf.families.qwen3 import Qwen3
-from workers.weights.hf.family import not_built, register_model_family
-from workers.weights.hf.fields import flag_of, layered, optional_size_of, size_of
+from workers.weights.hf.family import register_model_family
+from workers.weights.hf.fields import Field, flag_of, layered, not_built, optional_size_of, size, size_of
 
 
 @register_model_family("qwen3_moe")
@@ -18,10 +18,10 @@ class Qwen3Moe(Qwen3):
     architecture = "Qwen3Moe"
     has_experts = True
     names = Qwen3.names | EXPERT_NAMES
-    sizes: ClassVar[Mapping[str, str]] = {
-        **Qwen3.sizes,
-        "num_experts_per_tok": "moe_router_topk",
-        "moe_intermediate_size": "moe_ffn_hidden_size",
+    keys: ClassVar[Mapping[str, Field]] = {
+        **Qwen3.keys,
+        "num_experts_per_tok": size("moe_router_topk"),
+        "moe_intermediate_size": size("moe_ffn_hidden_size"),
     }
     # Megatron's losses of the router are set in model.transformer.
     inert: ClassVar[tuple[str, ...]] = (*Qwen3.inert, "router_aux_loss_coef", "output_router_logits")
@@ -48,9 +48,6 @@ class Qwen3Moe(Qwen3):
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """As Qwen3's, with the experts."""
-        every = fields["transformer"].get("moe_layer_freq", 1)
-        layers = range(fields["num_layers"])
-        with_experts = [layer % every == 0 for layer in layers] if isinstance(every, int) else every
         width = fields["moe_ffn_hidden_size"] or fields["ffn_hidden_size"] or 4 * fields["hidden_size"]
         return super().config_from(fields) | {
             "num_experts": fields["num_moe_experts"],
@@ -58,7 +55,7 @@ class Qwen3Moe(Qwen3):
             "moe_intermediate_size": width,
             "norm_topk_prob": not fields["transformer"].get("moe_router_pre_softmax", False),
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [layer for layer in layers if not with_experts[layer]],
+            "mlp_only_layers": [layer for layer, routed in enumerate(layers_with_experts(fields)) if not routed],
         }
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from workers.weights.hf.families.llama import EXPERT_NAMES, Llama, names_in_layer
-from workers.weights.hf.family import not_built
-from workers.weights.hf.fields import count_of, flag_of, layered, number_of, size_of
+from workers.weights.hf.families.llama import EXPERT_NAMES, Llama, layers_with_experts, names_in_layer
+from workers.weights.hf.fields import Field, count_of, flag_of, layered, not_built, number_of, size, size_of
 
 _COMPUTED = frozenset(
     (
@@ -50,11 +49,11 @@ class RoutedByBias(Llama):
         "embedding.word_embeddings.weight": "model.layers.{layer}.embed_tokens.weight",
         "output_layer.weight": "model.layers.{layer}.shared_head.head.weight",
     }
-    sizes: ClassVar[Mapping[str, str]] = {
-        **Llama.sizes,
-        "n_routed_experts": "num_moe_experts",
-        "num_experts_per_tok": "moe_router_topk",
-        "moe_intermediate_size": "moe_ffn_hidden_size",
+    keys: ClassVar[Mapping[str, Field]] = {
+        **Llama.keys,
+        "n_routed_experts": size("num_moe_experts"),
+        "num_experts_per_tok": size("moe_router_topk"),
+        "moe_intermediate_size": size("moe_ffn_hidden_size"),
     }
     inert: ClassVar[tuple[str, ...]] = ("num_nextn_predict_layers", "output_router_logits")
     fixed_transformer: ClassVar[Mapping[str, Any]] = {
@@ -69,7 +68,8 @@ class RoutedByBias(Llama):
         if dense > layers:
             raise not_built("first_k_dense_replace", dense, f"at most num_hidden_layers={layers}")
         return fields | {
-            "transformer": {
+            "transformer": fields["transformer"]
+            | {
                 "moe_layer_freq": [0] * dense + [1] * (layers - dense),
                 "moe_shared_expert_intermediate_size": width,
                 "moe_router_score_function": "sigmoid",
@@ -83,19 +83,20 @@ class RoutedByBias(Llama):
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """As Llama's, with the experts."""
-        inside, layers = fields["transformer"], range(fields["num_layers"])
+        inside, with_experts = fields["transformer"], layers_with_experts(fields)
         width = fields["moe_ffn_hidden_size"] or fields["ffn_hidden_size"]
-        shared, every = inside.get("moe_shared_expert_intermediate_size") or 0, inside.get("moe_layer_freq", 1)
+        shared = inside.get("moe_shared_expert_intermediate_size") or 0
         if not shared or shared % width:
             expressible = f"a multiple of {width}"
             raise self.not_expressible("model.transformer.moe_shared_expert_intermediate_size", shared, expressible)
-        with_experts = [int(layer % every == 0) for layer in layers] if isinstance(every, int) else list(every)
         if with_experts != sorted(with_experts):
-            raise self.not_expressible("model.transformer.moe_layer_freq", every, "dense layers first")
+            raise self.not_expressible(
+                "model.transformer.moe_layer_freq", inside["moe_layer_freq"], "dense layers first"
+            )
         return super().config_from(fields) | {
             "n_shared_experts": shared // width,
             "moe_intermediate_size": width,
-            "first_k_dense_replace": with_experts.count(0),
+            "first_k_dense_replace": with_experts.count(False),
             "n_group": inside.get("moe_router_num_groups") or 1,
             "topk_group": inside.get("moe_router_group_topk") or 1,
             "routed_scaling_factor": inside.get("moe_router_topk_scaling_factor") or 1.0,

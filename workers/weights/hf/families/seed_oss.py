@@ -26,13 +26,13 @@ class SeedOss(Qwen2):
         "attention_bias": (True,),
         "attention_out_bias": (False, None),
     }
+    constants: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "attention_bias": True}
     # Of training with transformers, 0.1 in the published files; a model is trained here with its own dropout.
     inert: ClassVar[tuple[str, ...]] = ("attention_dropout", "residual_dropout")
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """As Qwen2's, with what transformers has another default for."""
+        """As Llama's, with what transformers has another default for."""
         return super().config_from(fields) | {
-            "attention_bias": True,
             "attention_dropout": fields["attention_dropout"],
             "residual_dropout": fields["hidden_dropout"],
         }
