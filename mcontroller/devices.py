@@ -81,7 +81,7 @@ def check_torch_without_gpu() -> None:
             CUDA_VISIBLE_DEVICES.
     """
     if DRIVER.exists():
-        raise torch_without_gpu()
+        raise torch_without_gpu(", or use a pool with use_gpu=False")
     logging.getLogger(__name__).warning(
         "this rank of a GPU pool computes on the CPU: Ray assigned it CUDA_VISIBLE_DEVICES=%s, but the node has no "
         "NVIDIA driver (%s does not exist)",
@@ -90,8 +90,12 @@ def check_torch_without_gpu() -> None:
     )
 
 
-def torch_without_gpu() -> ResourceError:
-    """Return the error for a node whose GPUs torch cannot use, with the reason that torch gives."""
+def torch_without_gpu(otherwise: str = "") -> ResourceError:
+    """Return the error for a node whose GPUs torch cannot use, with the reason that torch gives.
+
+    Args:
+        otherwise: what can be done instead of the installation of another torch.
+    """
     import torch
 
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -105,8 +109,7 @@ def torch_without_gpu() -> ResourceError:
         reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
     return ResourceError(
         f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use no GPU of this node, whose driver is {driver} "
-        f"and CUDA_VISIBLE_DEVICES={listed}: {reason}. Install a torch for this driver, or use a pool with "
-        "use_gpu=False",
+        f"and CUDA_VISIBLE_DEVICES={listed}: {reason}. Install a torch for this driver{otherwise}",
         torch=torch.__version__,
         cuda=torch.version.cuda,
         driver=driver,

@@ -17,8 +17,8 @@ import platform
 import shutil
 import socket
 import sys
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -82,6 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
+class _Agent:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+
 def _ray_nodes() -> dict[str, Node]:
     """Start an actor on every live node, and return by address what calls functions in it.
 
@@ -90,44 +95,47 @@ def _ray_nodes() -> dict[str, Node]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    class Agent:
-        def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-            return function(*arguments)
-
     def started(node: str) -> Node:
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         remote: Any = ray.remote  # its types have no classes with options
-        agent = remote(num_cpus=0, scheduling_strategy=strategy)(Agent).remote()
+        agent = remote(num_cpus=0, scheduling_strategy=strategy)(_Agent).remote()
         return lambda *call: agent.call.remote(*call).future()
 
     return {node["NodeManagerAddress"]: started(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
 
 
-def on_all(nodes: Mapping[str, Node], function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Call a function on all nodes at the same time, and return results by address; an exception is one too."""
-    futures = {address: node(function, *arguments) for address, node in nodes.items()}
-    wait(futures.values(), _ANSWER_TIMEOUT_S)
-    late = TimeoutError(f"no answer in {_ANSWER_TIMEOUT_S:.0f} s")
-    return {
-        address: (future.exception() or future.result()) if future.done() else late
-        for address, future in futures.items()
-    }
+def findings_of(nodes: Mapping[str, Node], checkpoints: str | None) -> list[Finding]:
+    """Return the findings of all nodes; a node that fails to answer is one, and is asked nothing more."""
+    answering, findings = dict(nodes), list[Finding]()
 
+    def ask(check: str, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+        """Call a function on all nodes at the same time, and return the results by address."""
+        futures = {address: node(function, *arguments) for address, node in answering.items()}
+        wait(futures.values(), _ANSWER_TIMEOUT_S)
+        results = {}
+        for address, future in futures.items():
+            try:
+                results[address] = future.result(timeout=0)
+            except Exception as error:  # of any kind: the other nodes go on
+                facts = str(error).strip().rpartition("\n")[2] or f"no answer in {_ANSWER_TIMEOUT_S:g} s"
+                findings.append(Finding(check if isinstance(error, OSError) else "agent", address, True, facts))
+                del answering[address]
+        return results
 
-def findings_of(nodes: Mapping[str, Node], checkpoints: str | None) -> Iterator[Finding]:
-    """Yield the findings of all nodes; a node that does not answer is one of them, and is left out of the others."""
-    by_node = on_all(nodes, versions)
-    for address in [address for address, found in by_node.items() if isinstance(found, Exception)]:
-        yield Finding("agent", address, True, _last_line(by_node.pop(address)))
-    yield check_versions(by_node)
-    nodes = {address: nodes[address] for address in by_node}
-    sizes, drivers = on_all(nodes, shutil.disk_usage, "/dev/shm"), on_all(nodes, DRIVER.exists)
-    for address in nodes:
-        yield check_shared_memory(address, sizes[address].total, drivers[address])
-    for address, errors in on_all(nodes, unreachable, on_all(nodes, listen)).items():
-        yield Finding("ports", address, bool(errors), f"cannot reach {', '.join(errors)}" if errors else "reaches all")
+    def run_on_each(check: str, function: Callable[..., tuple[bool, str]], *arguments: Any) -> None:
+        findings.extend(Finding(check, node, *result) for node, result in ask(check, function, *arguments).items())
+
+    findings.append(check_versions(ask("agent", versions)))
+    run_on_each("shared memory", check_shared_memory)
+    run_on_each("ports", check_ports, ask("ports", listen))
     if checkpoints is not None:
-        yield from _check_checkpoints(nodes, Path(checkpoints))
+        try:
+            Path(checkpoints).mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=checkpoints) as file:
+                run_on_each("checkpoints", check_directory, Path(file.name))
+        except OSError as error:
+            findings.append(Finding("checkpoints", "this machine", True, str(error)))
+    return findings
 
 
 def versions() -> dict[str, str]:
@@ -156,9 +164,13 @@ def check_versions(by_node: Mapping[str, Mapping[str, str]]) -> Finding:
     return Finding("versions", "all", bool(different), facts or equal)
 
 
-def check_shared_memory(address: str, size: int, has_driver: bool) -> Finding:
-    """Compare the size of a node's /dev/shm [bytes] with what NCCL needs if the node has GPUs."""
-    return Finding("shared memory", address, has_driver and size < SHARED_MEMORY, f"{size / (1 << 30):.1f} GiB")
+# ---- on each node: whether a check failed, and the facts -------------------------------------------------------------
+
+
+def check_shared_memory() -> tuple[bool, str]:
+    """Compare the size of /dev/shm with what NCCL needs if the node has GPUs."""
+    size = shutil.disk_usage("/dev/shm").total
+    return DRIVER.exists() and size < SHARED_MEMORY, f"{size / (1 << 30):.1f} GiB"
 
 
 def listen() -> int:
@@ -169,33 +181,19 @@ def listen() -> int:
     return port
 
 
-def unreachable(ports: Mapping[str, int]) -> list[str]:
-    """Connect to a port of each address, and return those that cannot be reached, with the reason."""
+def check_ports(ports: Mapping[str, int]) -> tuple[bool, str]:
+    """Connect to a port of each address."""
     errors = []
     for address, port in ports.items():
         try:
             socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S).close()
         except OSError as error:
             errors.append(f"{address}:{port} ({error})")
-    return errors
+    return bool(errors), f"cannot reach {', '.join(errors)}" if errors else "reaches all"
 
 
-def write(file: Path) -> None:
-    """Create an empty file and its directory."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.touch()
-
-
-def _check_checkpoints(nodes: Mapping[str, Node], directory: Path) -> Iterator[Finding]:
-    """Write a file in the directory of checkpoints on the first node, and look for it on all."""
-    file, first = directory / f".doctor-{uuid.uuid4().hex}", dict([*nodes.items()][:1])
-    failed = {address: error for address, error in on_all(first, write, file).items() if error is not None}
-    # Listing a directory refreshes the cache of a network file system.
-    for address, names in (failed or on_all(nodes, os.listdir, directory)).items():
-        error = _last_line(names) if isinstance(names, Exception) else "" if file.name in names else "another directory"
-        yield Finding("checkpoints", address, bool(error), f"{directory}: {error or 'has the file of the first node'}")
-    on_all(first, Path.unlink, file)
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().rpartition("\n")[2]
+def check_directory(file: Path) -> tuple[bool, str]:
+    """Look for a file of another machine; listing a directory refreshes the cache of a network file system."""
+    is_shared = file.name in os.listdir(file.parent)
+    fault = "" if os.access(file.parent, os.W_OK) else "cannot be written"
+    return bool(fault) or not is_shared, fault if is_shared else "another directory"

@@ -95,6 +95,7 @@ def test_a_rank_with_a_driver_and_no_gpu_for_torch_is_rejected_in_one_line(
         choose_device(0)
     assert (caught.value.torch, caught.value.visible) == (torch.__version__, "GPU-7")
     assert caught.value.driver.endswith("550.54.15") and reason in str(caught.value)
+    assert "use_gpu=False" in str(caught.value)
 
 
 def test_a_rank_without_a_driver_computes_on_the_cpu_with_a_warning(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from contextlib import closing
 from typing import Any
 
-from workers.gpucheck.ranks import Ranks, in_one_process
-from workers.gpucheck.scale import LAYERS, SIZES, TINY, Session
-from workers.memory.without_gpus import without_gpus
+from workers.gpucheck.ranks import Ranks
+from workers.gpucheck.rows import Run
+from workers.gpucheck.scale import LAYERS, SIZES, TINY
 from workers.parity.cases import LAYOUTS, ONE_PROCESS, ROWS, SMALL, Case
 from workers.parity.computed import QUANTITIES, TOLERANCES, at_checkpoint, computed, differences
 
@@ -27,21 +28,20 @@ LIMITS: dict[str, dict[str, float]] = {
 """Largest accepted differences of a GPU from the CPU, by precision of the arithmetic."""
 
 
-def parity(session: Session) -> None:
+def parity(run: Run) -> None:
     """Compare every case of one process with the CPU: both get the same weights, batch and random numbers."""
-    names = ["dense"] if session.actor is TINY else ONE_PROCESS
-    runs = [(name, dtype) for name in names for dtype in TOLERANCES]
-    calls, on_cpu = [(ONE_PROCESS[name], dtype, SIZES, True) for name, dtype in runs], list[Any]()
-    with session.report.row("on the CPU"):
-        on_cpu = without_gpus(in_one_process)(computed, calls)
-    with closing(Ranks()) as ranks:
-        for (name, dtype), expected in zip(runs, on_cpu, strict=False):  # none without the CPU's
-            for layers in LAYERS:
-                limits = LIMITS["tf32" if dtype == "float32" and layers != "local" else dtype]
-                with session.report.row(f"{name} {dtype} {layers}", limits) as figures:
-                    sizes = SIZES | {"transformer_impl": layers}
-                    on_gpu = ranks.run(computed, ONE_PROCESS[name], dtype, sizes, True)
-                    figures |= differences([expected], on_gpu, limits)
+    names = ["dense"] if run.actor is TINY else ONE_PROCESS
+    with closing(Ranks()) as ranks, closing(Ranks(gpus=False)) as on_cpu:
+
+        @functools.cache
+        def expected(name: str, dtype: str) -> list[Any]:
+            return on_cpu.run(computed, ONE_PROCESS[name], dtype, SIZES, True)
+
+        for name, dtype, layers in itertools.product(names, TOLERANCES, LAYERS):
+            limits = LIMITS["tf32" if dtype == "float32" and layers != "local" else dtype]
+            with run.row(f"{name} {dtype} {layers}", limits) as figures:
+                on_gpu = ranks.run(computed, ONE_PROCESS[name], dtype, SIZES | {"transformer_impl": layers}, True)
+                figures |= differences(expected(name, dtype), on_gpu, limits)
 
 
 _OVERLAP, _DISTRIBUTED = "PP2 x DP2, distributed optimizer with overlap", "DP2, distributed optimizer"
@@ -62,7 +62,7 @@ def _sizes(dtype: str) -> dict[str, Any]:
     return SIZES | {"transformer_impl": LAYERS[-1] if dtype == "bfloat16" else "local"}
 
 
-def layouts(session: Session) -> None:
+def layouts(run: Run) -> None:
     """Compare layouts with one process of the same devices, and read the checkpoint of one layout in another."""
     with closing(Ranks()) as ranks:
 
@@ -71,14 +71,14 @@ def layouts(session: Session) -> None:
             return ranks.run(computed, Case(model=model), dtype, _sizes(dtype))
 
         for dtype, names in {"float32": LAYOUTS, "bfloat16": IN_BFLOAT16}.items():
-            for name in list(names)[: 1 if session.actor is TINY else None]:
+            for name in list(names)[: 1 if run.actor is TINY else None]:
                 limits = dict.fromkeys(QUANTITIES, TOLERANCES[dtype] * _WIDTH)
-                with session.report.row(f"{name} {dtype}", limits) as figures:
+                with run.row(f"{name} {dtype}", limits) as figures:
                     expected = one_process(LAYOUTS[name].model, dtype)
                     figures |= differences(expected, ranks.run(computed, LAYOUTS[name], dtype, _sizes(dtype)))
         for saved, loaded, dtype in CHECKPOINTS:
             limits = dict.fromkeys(("scores", "after"), TOLERANCES[dtype])
-            with session.report.row(f"{saved} {dtype}, read by {loaded}", limits) as figures:
-                arguments = dtype, _sizes(dtype), str(session.folder / f"{saved} {dtype}")
+            with run.row(f"{saved} {dtype}, read by {loaded}", limits) as figures:
+                arguments = dtype, _sizes(dtype), str(run.folder / f"{saved} {dtype}")
                 expected = ranks.run(at_checkpoint, LAYOUTS[saved], *arguments, False)
                 figures |= differences(expected, ranks.run(at_checkpoint, LAYOUTS[loaded], *arguments, True), limits)

@@ -20,8 +20,8 @@ from workers.config import ActorConfig
 from workers.config.vllm import VllmConfig
 from workers.generate.vllm.interpreter import has_vllm
 from workers.gpucheck.ranks import ranks_on_one_gpu
-from workers.gpucheck.report import SKIPPED
-from workers.gpucheck.scale import EXPERTS, GB, Session, batch_of, fastest, timed
+from workers.gpucheck.rows import SKIPPED, Run
+from workers.gpucheck.scale import EXPERTS, GB, batch_of, fastest, timed
 from workers.parity.cases import prompt_columns
 from workers.parity.computed import drift_of
 from workers.parity.roles import TOKENS
@@ -44,34 +44,34 @@ def _group(actor: ActorConfig, role: str, pool: RayResourcePool) -> Iterator[Any
         yield group
 
 
-def check(session: Session) -> None:
+def check(run: Run) -> None:
     """Start a Ray cluster on this machine, with two slots for processes on each GPU, and run all checks on it."""
-    with session.report.row("ray") as figures:
+    with run.row("ray") as figures:
         figures["gpus"] = count = torch.cuda.device_count()
         ray.init("local", num_cpus=2 * count + 1, num_gpus=count, include_dashboard=False, log_to_driver=False)
     for transport, number in (("cuda_ipc", signal.SIGKILL), ("process_group", signal.SIGSTOP)):
-        _transfer(session, transport, number)
+        _transfer(run, transport, number)
     with_experts = replace(EXPERTS, router_replay="rollout")
-    _generate(session, "megatron", session.actor)
-    _generate(session, "megatron, experts replayed", with_experts)
-    if has_vllm(session.vllm_python):
-        _generate(session, "vllm", session.actor)
-        _generate(session, "vllm, started again", session.actor)
-        _generate(session, "vllm, experts replayed", with_experts)
+    _generate(run, "megatron", run.actor)
+    _generate(run, "megatron, experts replayed", with_experts)
+    if has_vllm(run.vllm_python):
+        _generate(run, "vllm", run.actor)
+        _generate(run, "vllm, started again", run.actor)
+        _generate(run, "vllm, experts replayed", with_experts)
     else:
-        session.report.write(SKIPPED, "vllm", reason=f"{session.vllm_python} has no vllm: pass --vllm-python")
+        run.write(SKIPPED, "vllm", reason=f"{run.vllm_python} has no vllm: pass --vllm-python")
     ray.shutdown()
 
 
-def _transfer(session: Session, transport: str, number: signal.Signals) -> None:
+def _transfer(run: Run, transport: str, number: signal.Signals) -> None:
     """Send weights to a group on the same GPU, then a signal to the process that receives.
 
     The sender must get an error, and be usable for some time after it.
     """
-    actor = session.actor
+    actor = run.actor
     other = replace(actor, model=replace(actor.model, seed=actor.model.seed + 1))
     with (
-        session.report.row(f"weights by {transport}, {number.name}", {"until_error_s": 3 * _DEADLINE_S}) as figures,
+        run.row(f"weights by {transport}, {number.name}", {"until_error_s": 3 * _DEADLINE_S}) as figures,
         RayResourcePool([1], max_colocate_count=2) as pool,
         _group(actor, "actor", pool) as source,
         _group(other, "rollout", pool) as target,
@@ -95,15 +95,15 @@ def _transfer(session: Session, transport: str, number: signal.Signals) -> None:
             os.kill(pid, signal.SIGKILL)  # a stopped process keeps its part of the GPU's memory
 
 
-def _generate(session: Session, name: str, actor: ActorConfig) -> None:
+def _generate(run: Run, name: str, actor: ActorConfig) -> None:
     """Generate with an engine before and after an update, compare its tokens with scores, and let it sleep.
 
     Args:
-        session: the run.
+        run: the run.
         name: of the row: the engine, and what is special.
         actor: the policy.
     """
-    engine, vllm = name.partition(",")[0], VllmConfig(python=session.vllm_python)
+    engine, vllm = name.partition(",")[0], VllmConfig(python=run.vllm_python)
     length = min(_DECODED, actor.rollout.response_length)
     rollout = replace(actor.rollout, engine=engine, vllm=vllm, response_length=length, verify_weights="fingerprints")
     columns = prompt_columns(_PROMPTS, rollout.prompt_length, actor.model.vocab_size)
@@ -112,7 +112,7 @@ def _generate(session: Session, name: str, actor: ActorConfig) -> None:
     # 28 layers round more than the four of part a: 0.018 on an H100
     limits = {"log_prob_difference": 4e-2, "rows_changed_by_sleep": 0}
     with (
-        session.report.row(name, limits) as figures,
+        run.row(name, limits) as figures,
         RayResourcePool([1]) as pool,
         _group(replace(actor, rollout=rollout), "actor_rollout", pool) as group,
     ):
@@ -128,10 +128,14 @@ def _generate(session: Session, name: str, actor: ActorConfig) -> None:
         figures["device_copy_gb_per_s"] = group.execute_func_rank_zero(_device_copy_gb_per_s)
         figures["log_prob_difference"] = drift_of(again, group.compute_log_prob(again))
         figures["sleep_s"], _ = timed(group.offload)
-        free, total = group.execute_func_rank_zero(torch.cuda.mem_get_info)
-        figures["left_gb"] = (total - free) / GB
+        figures["left_gb"] = group.execute_func_rank_zero(_used_gb)
         figures["wake_s"], after = timed(group.generate_sequences, greedy)
         figures["rows_changed_by_sleep"] = int((after.batch["responses"] != again.batch["responses"]).any(1).sum())
+
+
+def _used_gb() -> float:
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GB
 
 
 def _device_copy_gb_per_s() -> float:

@@ -14,10 +14,10 @@ import os
 import pickle
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import closing
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -43,10 +43,12 @@ class Ranks:
     Args:
         limit_s: [s] a rank that computes for longer, maybe outside of collectives, writes the stacks of its threads to
             standard error, and ends.
+        gpus: whether they see the GPUs.
     """
 
-    def __init__(self, limit_s: float = 600.0) -> None:
+    def __init__(self, limit_s: float = 600.0, *, gpus: bool = True) -> None:
         self._limit_s = limit_s
+        self._variables = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         self._ranks: list[ProcessPoolExecutor] = []
 
     def run(self, function: Callable[..., Any], case: Case, *arguments: Any) -> list[Any]:
@@ -58,7 +60,7 @@ class Ranks:
         spawn = multiprocessing.get_context("spawn")
         for rank in range(len(self._ranks), case.ranks):
             self._ranks.append(ProcessPoolExecutor(1, spawn, _be_rank, (rank,)))
-        with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        with tempfile.TemporaryDirectory(prefix="ranks") as folder, patch.dict(os.environ, self._variables):
             call = f"file://{folder}/rendezvous", self._limit_s, function, case, *arguments
             ranks = {self._ranks[rank].submit(_compute, rank, *call): rank for rank in range(case.ranks)}
             for future in as_completed(ranks):
@@ -74,12 +76,6 @@ class Ranks:
         for rank in self._ranks:
             rank.shutdown()
         self._ranks = []
-
-
-def in_one_process(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Return what a function returns on one rank for each of the arguments; the first is a case."""
-    with closing(Ranks()) as ranks:
-        return [ranks.run(function, *arguments)[0] for arguments in calls]
 
 
 def _be_rank(rank: int) -> None:

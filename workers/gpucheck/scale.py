@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from torch import Tensor
 
 from mcontroller import DataProto
 from workers.config import ActorConfig
-from workers.gpucheck.report import Report
 from workers.parity.cases import LARGE, MODELS, SMALL
 from workers.parity.roles import actor_config
 from workers.verify.roles import rows_of_role
@@ -46,25 +42,6 @@ TINY = _actor(SIZES | {"max_sequence_length": 64, "qk_layernorm": True, "tie_emb
 """The smallest sizes with which every check runs."""
 EXPERTS = _actor(SIZES | MODELS["experts"] | {"max_sequence_length": 64, "qk_layernorm": True}, 24, 40)
 """An actor for engines that record the experts of tokens."""
-
-
-@dataclass(frozen=True)
-class Session:
-    """One run of the checks.
-
-    Attributes:
-        report: gets the rows.
-        actor: of parts b to d.
-        folder: for checkpoints.
-        vllm_python: the interpreter of engines.
-        scores: of the actor in part c, by precision.
-    """
-
-    report: Report
-    actor: ActorConfig
-    folder: Path
-    vllm_python: str
-    scores: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 def batch_of(actor: ActorConfig) -> DataProto:

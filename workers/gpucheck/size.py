@@ -9,7 +9,8 @@ import torch
 
 from workers.actor import ActorRolloutRefWorker
 from workers.dry_run import RoleCall
-from workers.gpucheck.scale import GB, LAYERS, Session, batch_of, timed
+from workers.gpucheck.rows import Run
+from workers.gpucheck.scale import GB, LAYERS, batch_of, timed
 from workers.memory.planned import estimated
 from workers.memory.without_gpus import without_gpus
 from workers.parity.computed import difference, mean_difference, scores
@@ -24,13 +25,13 @@ _ROUNDS = 3
 """Updates, then offloads with a reload: the first allocates the memory of the host, and leaks grow with each."""
 
 
-def memory(session: Session) -> None:
+def memory(run: Run) -> None:
     """Compare the peak of an update with the estimate of ``python -m mcontroller check``."""
-    actor, rollout = session.actor, session.actor.rollout
+    actor, rollout = run.actor, run.actor.rollout
     role = ModelRole.of(ActorRolloutRefWorker, actor, "actor", 1)
     update = RoleCall(role, "update_actor", rollout.prompt_length, rollout.response_length)
     limits = {"deviation": 0.03 if LAYERS[-1] == "transformer_engine" else 0.1}
-    with session.report.row("update", limits) as figures, policy(actor) as worker:
+    with run.row("update", limits) as figures, policy(actor) as worker:
         estimate = without_gpus(estimated)(update).peak
         call(worker, "update_actor", batch_of(actor))  # makes the optimizer's state
         torch.cuda.reset_peak_memory_stats()
@@ -42,30 +43,30 @@ def memory(session: Session) -> None:
         figures["deviation"] = abs(peak / estimate - 1)
 
 
-def precision(session: Session, recipe: str) -> None:
+def precision(run: Run, recipe: str) -> None:
     """Compare scores and updates with those in bfloat16, and offload and reload what was trained.
 
     Args:
-        session: the run.
+        run: the run.
         recipe: of FP8, or ``bfloat16``.
     """
-    batch, results = batch_of(session.actor), session.scores.setdefault(recipe, {})
-    expected = session.scores.get("bfloat16", {})
+    batch, results = batch_of(run.actor), run.scores.setdefault(recipe, {})
+    expected = run.scores.get("bfloat16", {})
     fields = {} if recipe == "bfloat16" else {"fp8": "hybrid", "fp8_recipe": recipe}
-    actor = replace(session.actor, model=replace(session.actor.model, transformer=fields))
+    actor = replace(run.actor, model=replace(run.actor.model, transformer=fields))
     limits = {"mean before": 0.2, "mean after": 0.2} if fields else {"changed by reload": 0.0}
-    with session.report.row(f"update in {recipe}", limits) as figures, policy(actor) as worker:
+    with run.row(f"update in {recipe}", limits) as figures, policy(actor) as worker:
         results["before"] = scores(worker, batch)
         for _ in range(_ROUNDS):
             call(worker, "update_actor", batch)
         results["after"] = scores(worker, batch)
         figures |= {f"mean {when}": mean_difference(results[when], expected[when]) for when in results}
         for number in range(_ROUNDS):
-            _offload(session, f"offload and reload {number + 1} in {recipe}", worker)
+            _offload(run, f"offload and reload {number + 1} in {recipe}", worker)
         figures["changed by reload"] = difference(scores(worker, batch), results["after"])
 
 
-def _offload(session: Session, name: str, worker: Any) -> None:
+def _offload(run: Run, name: str, worker: Any) -> None:
     """Offload, which must free what it reports, and reload, which must not need more than before."""
     torch.cuda.empty_cache()
     held, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
@@ -74,7 +75,7 @@ def _offload(session: Session, name: str, worker: Any) -> None:
     back, _ = timed(call, worker, "reload")
     # Blocks of the allocator have 2 MB at least.
     limits = {"left_gb": _LEFT_GB, "kept_by_driver_gb": 0.05 * freed / GB + 0.0625, "grown_gb": 0.001}
-    with session.report.row(name, limits) as figures:
+    with run.row(name, limits) as figures:
         figures |= {"offload_s": away, "reload_s": back, "freed_gb": freed / GB, "left_gb": left / GB}
         figures["kept_by_driver_gb"] = (freed - driver) / GB
         figures["grown_gb"] = (torch.cuda.memory_allocated() - held) / GB

@@ -31,8 +31,8 @@ import torch
 from mcontroller.cli.doctor import versions
 from mcontroller.devices import torch_without_gpu
 from workers.gpucheck import equality, size
-from workers.gpucheck.report import SKIPPED, Report
-from workers.gpucheck.scale import FULL, GB, TINY, Session
+from workers.gpucheck.rows import SKIPPED, Run
+from workers.gpucheck.scale import FULL, GB, TINY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,39 +52,38 @@ def run(arguments: argparse.Namespace) -> int:
         raise torch_without_gpu()
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what workers, their processes and NCCL print is not among the rows
-    report = Report(output)
+    actor = FULL if arguments.scale == "full" else TINY
     with output, tempfile.TemporaryDirectory(prefix="gpucheck") as folder:
-        actor = FULL if arguments.scale == "full" else TINY
-        session = Session(report, actor, Path(folder), arguments.vllm_python)
-        for report.part in sorted(set(arguments.part or _PARTS)):
-            for check in _PARTS[report.part]:
-                check(session)
+        checked = Run(output, actor, Path(folder), arguments.vllm_python)
+        for checked.part in sorted(set(arguments.part or _PARTS)):
+            for check in _PARTS[checked.part]:
+                check(checked)
                 gc.collect()  # modules refer to each other in circles
                 torch.cuda.empty_cache()
-    sys.stderr.write(report.summary() + "\n")
-    return report.status
+    sys.stderr.write(checked.summary() + "\n")
+    return checked.status
 
 
-def _machine(session: Session) -> None:
+def _machine(run: Run) -> None:
     """Write the versions of the packages, and the GPUs with their memory."""
-    with session.report.row("versions") as figures:
+    with run.row("versions") as figures:
         figures |= versions()
         for index in range(torch.cuda.device_count()):
             free, total = (memory / GB for memory in torch.cuda.mem_get_info(index))
             figures[f"cuda:{index}"] = f"{torch.cuda.get_device_name(index)}, {free:.1f} of {total:.1f} GB free"
 
 
-def _groups(session: Session) -> None:
+def _groups(run: Run) -> None:
     """Run part d if Ray is installed."""
     if find_spec("ray") is None:
-        session.report.write(SKIPPED, "groups", reason="ray cannot be imported")
+        run.write(SKIPPED, "groups", reason="ray cannot be imported")
         return
     from workers.gpucheck import groups
 
-    groups.check(session)
+    groups.check(run)
 
 
-_PARTS: dict[str, Sequence[Callable[[Session], None]]] = {
+_PARTS: dict[str, Sequence[Callable[[Run], None]]] = {
     "a": (_machine, equality.parity),
     "b": (size.memory,),
     "c": [partial(size.precision, recipe=recipe) for recipe in size.PRECISIONS],

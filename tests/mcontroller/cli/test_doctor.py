@@ -7,15 +7,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mcontroller.cli.doctor import check_shared_memory, check_versions, findings_of, listen, unreachable
+from mcontroller.cli import doctor
+from mcontroller.cli.doctor import check_ports, check_shared_memory, check_versions, findings_of, listen, versions
 from mcontroller.cli.main import main
 from tests.mcontroller.cli.two_raylets import ADDRESS
 
@@ -63,48 +65,82 @@ def test_versions_that_differ_or_are_missing_on_a_node_fail(other: dict[str, str
 
 
 @pytest.mark.parametrize(("size", "has_driver", "failed"), [(64, True, True), (64, False, False), (16384, True, False)])
-def test_little_shared_memory_fails_on_a_node_with_gpus(size: int, has_driver: bool, failed: bool) -> None:
-    assert check_shared_memory("10.0.0.1", size * MIB, has_driver).failed is failed
+def test_little_shared_memory_fails_on_a_node_with_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: int, has_driver: bool, failed: bool
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=size * MIB))
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path if has_driver else tmp_path / "none")
+    assert check_shared_memory()[0] is failed
 
 
 def test_nodes_reach_each_other_and_report_why_they_do_not() -> None:
-    assert unreachable({"127.0.0.1": listen()}) == []
-    [error] = unreachable({"127.0.0.1": 1})
-    assert error.startswith("127.0.0.1:1 ")
+    assert check_ports({"127.0.0.1": listen()}) == (False, "reaches all")
+    failed, facts = check_ports({"127.0.0.1": 1})
+    assert failed and "127.0.0.1:1 " in facts
+
+
+class Folders:
+    """Nodes that have their directories of checkpoints in other places; one without a place is gone.
+
+    Args:
+        ends: a node that is gone when this function is called there.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor, ends: tuple[str, Callable[..., Any]] | None = None) -> None:
+        self.threads, self.ends = threads, ends
+
+    def node(self, address: str, folder: Path | None) -> Callable[..., Future[Any]]:
+        def call(function: Callable[..., Any], *arguments: Any) -> Any:
+            if folder is None or self.ends == (address, function):
+                raise RuntimeError("the node is gone")
+            return function(*[folder / it.name if isinstance(it, Path) else it for it in arguments])
+
+        return partial(self.threads.submit, call)
+
+    def failures(self, folders: Mapping[str, Path | None], checkpoints: Path) -> list[tuple[str, str]]:
+        nodes = {address: self.node(address, folder) for address, folder in folders.items()}
+        return [(found.check, found.node) for found in findings_of(nodes, str(checkpoints)) if found.failed]
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+
+
+@pytest.fixture(autouse=True)
+def every_port_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "check_ports", lambda ports: (False, "reaches all"))
 
 
 @pytest.mark.parametrize(
-    ("folders", "failed"),
+    ("folder", "failed"),
     [
-        ({"first": "shared", "second": "shared"}, set()),
-        ({"first": "shared", "second": "other"}, {("checkpoints", "second")}),
-        ({"first": "shared", "second": "nowhere"}, {("checkpoints", "second")}),
-        ({"first": "a file", "second": "shared"}, {("checkpoints", "first")}),
-        ({"gone": None, "second": "shared"}, {("agent", "gone")}),
+        ("shared", []),
+        ("other", [("checkpoints", "second")]),
+        ("nowhere", [("checkpoints", "second")]),
+        (None, [("agent", "second")]),
     ],
 )
-def test_a_node_that_does_not_answer_and_directories_that_differ_fail(
-    tmp_path: Path, folders: dict[str, str | None], failed: set[tuple[str, str]]
+def test_a_node_that_does_not_answer_or_has_another_directory_fails(
+    threads: ThreadPoolExecutor, tmp_path: Path, folder: str | None, failed: list[tuple[str, str]]
 ) -> None:
-    """Each node has its directory of checkpoints in another place; a node without a folder does not answer."""
     for name in ("shared", "other"):
-        (tmp_path / name / "checkpoints").mkdir(parents=True)
-    (tmp_path / "a file").touch()
-
-    def in_folder(folder: str | None) -> Callable[..., Future[Any]]:
-        def call(function: Callable[..., Any], *arguments: Any) -> Any:
-            if folder is None:
-                raise ConnectionError("the node is gone")
-            of_node = [tmp_path / folder / it.relative_to("/") if isinstance(it, Path) else it for it in arguments]
-            return function(*of_node)
-
-        return partial(threads.submit, call)
-
-    with ThreadPoolExecutor(4) as threads:
-        findings = list(
-            findings_of({address: in_folder(folder) for address, folder in folders.items()}, "/checkpoints")
-        )
-    assert {
-        (finding.check, finding.node) for finding in findings if finding.failed and finding.check != "ports"
-    } == failed
+        (tmp_path / name).mkdir()
+    folders = {"first": tmp_path / "shared", "second": None if folder is None else tmp_path / folder}
+    assert Folders(threads).failures(folders, tmp_path / "shared") == failed
     assert not [file for file in tmp_path.rglob(".doctor*")]
+
+
+def test_a_directory_that_cannot_be_made_fails(threads: ThreadPoolExecutor, tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    failed = Folders(threads).failures({"first": tmp_path}, tmp_path / "a file" / "checkpoints")
+    assert failed == [("checkpoints", "this machine")]
+
+
+@pytest.mark.parametrize("function", [versions, check_shared_memory, listen])
+def test_a_node_that_ends_between_two_checks_fails_once_and_the_others_go_on(
+    threads: ThreadPoolExecutor, tmp_path: Path, function: Callable[..., Any]
+) -> None:
+    nodes = Folders(threads, ends=("second", function))
+    assert nodes.failures(dict.fromkeys(("first", "second"), tmp_path), tmp_path) == [("agent", "second")]

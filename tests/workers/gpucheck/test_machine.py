@@ -16,6 +16,7 @@ def test_a_machine_without_a_gpu_ends_with_the_reason(
     assert main(["gpucheck"]) == 1
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("mcontroller gpucheck: ResourceError: torch")
+    assert "pool" not in printed.err
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from workers.gpucheck.equality import LIMITS
-from workers.gpucheck.report import FAILED, PASSED, SKIPPED, Report
+from workers.gpucheck.rows import FAILED, PASSED, SKIPPED, Run
+from workers.gpucheck.scale import TINY
 from workers.parity.computed import differences
 
 SCORES, TOKENS = -torch.linspace(1, 6, 16 * 16).view(16, 16), torch.arange(16 * 16).view(16, 16)
@@ -28,6 +31,10 @@ RIGHT: dict[str, Any] = {
     "after": SCORES + 0.1,
 }
 NORM = "gradient norm"
+
+
+def started_run(output: io.StringIO) -> Run:
+    return Run(output, TINY, Path(), sys.executable)
 
 
 def changed(tensor: torch.Tensor, by: float) -> torch.Tensor:
@@ -55,25 +62,25 @@ def changed(tensor: torch.Tensor, by: float) -> torch.Tensor:
 )
 def test_a_wrong_value_fails_its_row_and_the_run(precision: str, quantity: str, right: Any, wrong: Any) -> None:
     for value, result in ((right, PASSED), (wrong, FAILED)):
-        report = Report(written := io.StringIO())
-        with report.row("dense", LIMITS[precision]) as figures:
+        run = started_run(written := io.StringIO())
+        with run.row("dense", LIMITS[precision]) as figures:
             figures |= differences([RIGHT], [RIGHT | {quantity: value}], LIMITS[precision])
         row = json.loads(written.getvalue())
-        assert row["result"] == result and report.status == (result == FAILED)
+        assert row["result"] == result and run.status == (result == FAILED)
     exceeded = {name for name, limit in row["limits"].items() if not row["figures"][name] <= limit}
     assert exceeded and all(quantity in name for name in exceeded)
 
 
 def test_an_error_or_a_missing_figure_fails_its_row_and_others_follow() -> None:
-    report = Report(written := io.StringIO())
-    report.part = "b"
-    with report.row("first") as figures:
+    run = started_run(written := io.StringIO())
+    run.part = "b"
+    with run.row("first") as figures:
         figures["seconds"] = 1.5
-    with report.row("memory"):
+    with run.row("memory"):
         raise RuntimeError("CUDA error: out of memory\nCompile with ...")
-    with report.row("padded", {"ratio": 1.2}) as figures:
+    with run.row("padded", {"ratio": 1.2}) as figures:
         figures["seconds"] = 1.5
-    report.write(SKIPPED, "packed", reason="there is no reason")
+    run.write(SKIPPED, "packed", reason="there is no reason")
     lines = [json.loads(line) for line in written.getvalue().splitlines()]
     assert [(line["part"], line["name"], line["result"]) for line in lines] == [
         ("b", "first", PASSED),
@@ -86,8 +93,8 @@ def test_an_error_or_a_missing_figure_fails_its_row_and_others_follow() -> None:
 
 
 def test_a_row_that_is_stopped_keeps_its_figures() -> None:
-    report = Report(written := io.StringIO())
-    with pytest.raises(SystemExit), report.row("vllm") as figures:
+    run = started_run(written := io.StringIO())
+    with pytest.raises(SystemExit), run.row("vllm") as figures:
         figures["start_s"] = 60.0
         raise SystemExit(1)
     row = json.loads(written.getvalue())
@@ -95,9 +102,9 @@ def test_a_row_that_is_stopped_keeps_its_figures() -> None:
 
 
 def test_a_run_that_checked_nothing_fails() -> None:
-    report = Report(io.StringIO())
-    report.write(SKIPPED, "groups", reason="ray cannot be imported")
-    assert report.status == 1
+    run = started_run(io.StringIO())
+    run.write(SKIPPED, "groups", reason="ray cannot be imported")
+    assert run.status == 1
 
 
 @pytest.mark.parametrize("quantity", ["scores", "loss", "weights"])

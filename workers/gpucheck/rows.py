@@ -1,4 +1,4 @@
-"""Rows: figures beside their limits. Each is a line of JSON as soon as it is known."""
+"""A run and its rows: figures beside their limits. Each is a line of JSON as soon as it is known."""
 
 from __future__ import annotations
 
@@ -7,27 +7,39 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
+
+from torch import Tensor
+
+from workers.config import ActorConfig
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 Figure = float | int | str
 
 
-class Report:
-    """The rows of a run, written as they are known: a run that is killed keeps them.
-
-    Args:
-        output: gets a line of JSON for each row, and is flushed.
+@dataclass
+class Run:
+    """A run of the checks, whose rows are written as they are known: one that is killed keeps them.
 
     Attributes:
+        output: gets a line of JSON for each row, and is flushed.
+        actor: of parts b to d.
+        folder: for checkpoints.
+        vllm_python: the interpreter of engines.
         part: the part of the next rows.
         results: the result and the name of each row so far.
+        scores: of the actor in part c, by precision.
     """
 
-    def __init__(self, output: TextIO) -> None:
-        self.part = ""
-        self.results: list[tuple[str, str]] = []
-        self._output = output
+    output: TextIO
+    actor: ActorConfig
+    folder: Path
+    vllm_python: str
+    part: str = ""
+    results: list[tuple[str, str]] = field(default_factory=list)
+    scores: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def row(self, name: str, limits: Mapping[str, float] | None = None) -> Iterator[dict[str, Figure]]:
@@ -52,7 +64,7 @@ class Report:
     def write(self, result: str, name: str, **values: Any) -> None:
         """Write a row that is known."""
         row = {"result": result, "part": self.part, "name": name, **values}
-        print(json.dumps(row), file=self._output, flush=True)
+        print(json.dumps(row), file=self.output, flush=True)
         self.results.append((result, name))
 
     @property
