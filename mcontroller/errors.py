@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 from parallel_state.errors import (
     BrokenPackageError,
@@ -179,8 +179,7 @@ class GroupBroken(GroupError):
     first_cause: BaseException
 
 
-@contextmanager
-def before_changes() -> Iterator[None]:
+def before_changes() -> AbstractContextManager[None]:
     """Mark errors that are raised in the block, in a worker's method, as raised before the method has changed anything.
 
     If every rank of a call raises such an error, the caller gets ``CallRejected`` and the group stays usable. If only
@@ -193,11 +192,15 @@ def before_changes() -> Iterator[None]:
                 check_columns(batch)
             ...
     """
-    try:
-        yield
-    except Exception as error:
-        setattr(error, _BEFORE_CHANGES, True)
-        raise
+    return _BeforeChanges()
+
+
+class _BeforeChanges(AbstractContextManager[None]):
+    """A class, because every call has such a block: this takes 0.2 us, a generator 1.0."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            setattr(error, _BEFORE_CHANGES, True)
 
 
 def is_before_changes(error: BaseException) -> bool:

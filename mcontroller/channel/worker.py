@@ -272,45 +272,36 @@ class KeptResults:
     _results: dict[Place, Any] = field(default_factory=dict)
     _readers: dict[Place, list[Reader]] = field(default_factory=dict)
     _released: dict[bytes, set[int]] = field(default_factory=dict)
+    _finished: dict[bytes, int] = field(default_factory=dict)
 
-    def put(self, key: Place, result: Any) -> None:
-        """Keep a result until ``release``, and pass it to its readers; drop it if it was released before."""
+    def finish(self, key: Place, result: Any | None) -> None:
+        """Note that a call has ended. Keep its result, if it has one, until ``release``, and pass it to its readers."""
+        caller, number = key
         with self._lock:
-            released = self._released.get(key[0], set())
-            if key[1] in released:
-                released.discard(key[1])
-            else:
+            self._finished[caller] = number
+            released = self._released.get(caller, set())
+            if number in released:
+                released.discard(number)
+            elif result is not None:
                 self._results[key] = result
             readers = self._readers.pop(key, ())
         for read in readers:
             read(result)
 
-    def read(self, key: Place, finished: bool, read: Reader) -> None:
-        """Pass a result to ``read``, now or when it is there.
-
-        Args:
-            key: the call.
-            finished: whether the call has ended; then a result that is not kept was released.
-            read: the reader.
-        """
+    def read(self, key: Place, read: Reader) -> None:
+        """Pass the result of a call to ``read``, now or when it is there; None if it was released."""
         with self._lock:
-            if key not in self._results and not finished:
+            if key not in self._results and not self._has_finished(key):
                 self._readers.setdefault(key, []).append(read)
                 return
             result = self._results.get(key)
         read(result)
 
-    def release(self, caller: bytes, number: int, finished: int) -> None:
-        """Drop the result of a call, also if it is still to come.
-
-        Args:
-            caller: its controller.
-            number: its number.
-            finished: the last call of this controller that has ended.
-        """
+    def release(self, key: Place) -> None:
+        """Drop the result of a call, also if it is still to come."""
         with self._lock:
-            if self._results.pop((caller, number), None) is None and number > finished:
-                self._released.setdefault(caller, set()).add(number)
+            if self._results.pop(key, None) is None and not self._has_finished(key):
+                self._released.setdefault(key[0], set()).add(key[1])
 
     def release_all(self, caller: bytes) -> None:
         """Drop all results of a controller that has ended."""
@@ -318,6 +309,9 @@ class KeptResults:
             for key in [key for key in self._results if key[0] == caller]:
                 del self._results[key]
             self._released.pop(caller, None)
+
+    def _has_finished(self, key: Place) -> bool:
+        return key[1] <= self._finished.get(key[0], -1)
 
     def __len__(self) -> int:
         return len(self._results)

@@ -58,8 +58,6 @@ AnyDataProto = TypeVar("AnyDataProto", bound="DataProto")
 Index = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 """Row numbers (negative: from the end) or a mask with one boolean per row."""
 
-_FIELDS = ("local_batch", "non_tensor_batch", "meta_info", "remote")
-
 
 class DataProtoConfig:
     """Process-wide defaults of `DataProto`.
@@ -658,8 +656,8 @@ class DataProto(OutOfBand):
     if not TYPE_CHECKING:  # a type checker reports attributes that the class does not declare
 
         def __getattr__(self, name: str) -> Any:
-            """Wait for the call that computes this batch, at the first access to a field."""
-            if name not in _FIELDS or "_later" not in self.__dict__:
+            """Wait for the call that computes this batch, when anything is read that the call decides."""
+            if name.startswith("_") or "_later" not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             future, kept = self.__dict__["_later"]
             future.check()
@@ -673,7 +671,7 @@ class DataProto(OutOfBand):
 
     def _become(self, other: DataProto) -> None:
         set_before = self.__dict__ if self.__dict__.pop("_later", None) else {}  # before the batch was computed
-        self.__dict__ = other.__dict__ | set_before
+        self.__class__, self.__dict__ = type(other), other.__dict__ | set_before
 
     def _set_columns(self, other: DataProto) -> None:
         self.local_batch, self.non_tensor_batch, self.remote = other.local_batch, other.non_tensor_batch, other.remote

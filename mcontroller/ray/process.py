@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+from typing_extensions import Buffer
 
 from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.server import Reply, reserve_port
+from mcontroller.channel.wire import CallHeader
 from mcontroller.channel.worker import Endpoint, KeptResults
 from mcontroller.config.imports import import_module
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
@@ -31,7 +33,7 @@ from mcontroller.ray.rank_logs import RankLog
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode, encode_result
-from mcontroller.trace.recorder import TraceRecorder, recorder, set_recorder, start_timer
+from mcontroller.trace.recorder import PhaseTimer, TraceRecorder, recorder, set_recorder, start_timer
 from mcontroller.transport import call_context, complete, finish, outline, reported_coordinates, resolve
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record
@@ -108,6 +110,10 @@ class ProcessPosition(NamedTuple):
     record: RankRecord | None
 
 
+KeptValue = tuple[GroupError | None, Encoded, Encoded]
+"""How a call has ended: its error, the outline of its value, and the value."""
+
+
 class WorkerProcess:
     """The worker objects of one rank by role, and the calls of their methods. ``launch`` starts it as a Ray actor.
 
@@ -124,7 +130,6 @@ class WorkerProcess:
         self._record = RecordMemory()
         self._records = False
         self._kept = KeptResults()
-        self._finished: dict[bytes, int] = {}
         queries: dict[str, Callable[..., None]] = {
             "position": lambda reply: reply(self._position()),
             "idle": lambda reply: reply(self._running is None),
@@ -155,51 +160,60 @@ class WorkerProcess:
     def serve(self) -> None:
         """Run the calls that arrive on the channel, one at a time, as long as the process exists."""
         while True:
-            caller, header, data, frames = self._endpoint.receive()
-            keep = header.keep and self._identity.rank in header.returning
-            error, outlined, encoded = None, _NOTHING, _NOTHING
-            inputs: Any = None
-            timer = start_timer(number=header.number)
-            if self._endpoint.cancellation.start(caller, header.number):
-                self._running = header.method
-                if not self._records and "torch.distributed" in sys.modules:
-                    self._record_calls()
-                try:
-                    with before_changes():
-                        inputs = resolve(decode([(data, frames)])[0], fetch)
-                    frames.clear()
-                    timer("fetch")
-                    if header.role is None:
-                        value = _OF_PROCESS[header.method](self, *inputs[0])
-                    else:
-                        worker = self._roles[header.role]
-                        with call_context(worker, header.method):
-                            value = complete(getattr(worker, header.method)(*inputs[0], **inputs[1]))
-                    timer(f"{header.role or 'process'}.{header.method}")
-                    inputs = None  # free them before the value is serialized
-                    if self._identity.rank in header.returning:
-                        name = f"the result of {header.role}.{header.method} on rank {self._identity.rank}"
-                        outlined = encode_result(outline(value), sys.maxsize, name) if keep else _NOTHING
-                        encoded = encode_result(value, self._inline_bytes, name)
-                    del value
-                except BaseException as raised:
-                    timer(f"failure {type(raised).__name__} {header.role}.{header.method}")
-                    error = self._error_of(header.role or "", header.method, raised)
-                finally:
-                    self._running = None
-            elif keep:  # an error for who reads the value; the answer has none, because no rank has failed
-                cancelled = f"{header.role}.{header.method} was cancelled"
-                failed = GroupError(cancelled, role=header.role, method=header.method)
-                self._kept.put((caller, header.number), (failed, _NOTHING, _NOTHING))
-                keep = False
+            self._answer(*self._endpoint.receive())
+
+    def _answer(self, caller: bytes, header: CallHeader, data: memoryview, frames: list[Buffer]) -> None:
+        """Run a call and send its answer."""
+        number, keep = header.number, header.keep and self._identity.rank in header.returning
+        timer = start_timer(number=number)
+        kept: KeptValue | None = None
+        if self._endpoint.cancellation.start(caller, number):
+            error, outlined, encoded = self._run(header, data, frames, timer, keep)
             if keep or encoded.stored is not None:
-                self._kept.put((caller, header.number), (error, outlined, encoded))
-            self._finished[caller] = header.number
+                kept = error, outlined, encoded
+            self._kept.finish((caller, number), kept)
             sent = _NOTHING if keep else encoded
-            self._endpoint.answer(caller, header.number, sent.data, sent.frames, error, sent.stored is not None)
-            timer("answer")
-            timer.end()
-            del data, frames, header, inputs, error, outlined, encoded, sent  # the next call may come much later
+            self._endpoint.answer(caller, number, sent.data, sent.frames, error, sent.stored is not None)
+        else:  # who reads the value gets an error; the answer has none, because no rank has failed
+            if keep:
+                text = f"{header.role}.{header.method} was cancelled"
+                kept = GroupError(text, role=header.role, method=header.method), _NOTHING, _NOTHING
+            self._kept.finish((caller, number), kept)
+            self._endpoint.answer(caller, number, _NOTHING.data)
+        timer("answer")
+        timer.end()
+
+    def _run(
+        self, header: CallHeader, data: memoryview, frames: list[Buffer], timer: PhaseTimer, keep: bool
+    ) -> KeptValue:
+        """Run a call; return its error, the outline of its value if that is kept, and the value if it is returned."""
+        outlined = encoded = _NOTHING
+        self._running = header.method
+        if not self._records and "torch.distributed" in sys.modules:
+            self._record_calls()
+        try:
+            with before_changes():
+                args, kwargs = resolve(decode([(data, frames)])[0], fetch)
+            frames.clear()
+            timer("fetch")
+            if header.role is None:
+                value = _OF_PROCESS[header.method](self, *args)
+            else:
+                worker = self._roles[header.role]
+                with call_context(worker, header.method):
+                    value = complete(getattr(worker, header.method)(*args, **kwargs))
+            timer(f"{header.role or 'process'}.{header.method}")
+            del args, kwargs  # free them before the value is serialized
+            if value is not None and self._identity.rank in header.returning:
+                name = f"the result of {header.role}.{header.method} on rank {self._identity.rank}"
+                outlined = encode_result(outline(value), sys.maxsize, name) if keep else _NOTHING
+                encoded = encode_result(value, self._inline_bytes, name)
+            return None, outlined, encoded
+        except BaseException as raised:
+            timer(f"failure {type(raised).__name__} {header.role}.{header.method}")
+            return self._error_of(header.role or "", header.method, raised), _NOTHING, _NOTHING
+        finally:
+            self._running = None
 
     def build(self, identity: Identity, packed: Mapping[str, Packed]) -> None:
         """Set the identity of this process and construct its workers.
@@ -270,7 +284,7 @@ class WorkerProcess:
     def _read_value(self, reply: Reply, caller: bytes, number: int, outlined: bool) -> None:
         """Reply with (error, data) of a kept value, or of its outline, and the frames."""
 
-        def read(kept: tuple[GroupError | None, Encoded, Encoded] | None) -> None:
+        def read(kept: KeptValue | None) -> None:
             if kept is None:
                 reply((GroupError(f"the result of call {number} was released before it was read"), None))
             elif kept[0] is not None:
@@ -279,10 +293,10 @@ class WorkerProcess:
                 encoded = kept[1] if outlined else kept[2]
                 reply((None, encoded.data), encoded.frames)
 
-        self._kept.read((caller, number), number <= self._finished.get(caller, -1), read)
+        self._kept.read((caller, number), read)
 
     def _release(self, reply: Reply, caller: bytes, number: int) -> None:
-        self._kept.release(caller, number, self._finished.get(caller, -1))
+        self._kept.release((caller, number))
         reply(None)
 
     def _position(self) -> ProcessPosition:

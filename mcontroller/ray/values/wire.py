@@ -26,7 +26,7 @@ import pickle
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType, ModuleType
@@ -36,6 +36,7 @@ import numpy as np
 import psutil
 import ray
 from ray import cloudpickle
+from ray.exceptions import RayError
 from typing_extensions import Buffer
 
 from mcontroller.errors import DataError, MControllerError
@@ -152,21 +153,14 @@ def decode(messages: Sequence[tuple[Buffer, Sequence[Buffer]]], timeout: float |
         DataError: a value cannot be read in this process, such as one of a class that it cannot import, or could not
             be sent (see ``encode_result``).
     """
-    with _unreadable():
+    try:
         values = [pickle.loads(data, buffers=frames) for data, frames in messages]
         references = [read_reference(value) for value in values if isinstance(value, WrittenReference)]
-    if not references:
-        return values
-    objects = iter(ray.get(references, timeout=timeout))
-    with _unreadable():
+        if not references:
+            return values
+        objects = iter(ray.get(references, timeout=timeout))
         return [next(objects).unpack() if isinstance(value, WrittenReference) else value for value in values]
-
-
-@contextmanager
-def _unreadable() -> Iterator[None]:
-    try:
-        yield
-    except DataError:
+    except (DataError, RayError):
         raise
     except Exception as error:
         raise DataError(f"a value cannot be read in this process: {type(error).__name__}: {error}") from error

@@ -63,19 +63,19 @@ def test_a_call_behind_one_that_never_arrives_runs_after_a_while(monkeypatch: py
 
 def test_a_result_waits_for_its_readers_and_readers_wait_for_it() -> None:
     kept, results = KeptResults(), []
-    kept.read((A, 0), False, results.append)
+    kept.read((A, 0), results.append)
     assert results == []
-    kept.put((A, 0), "result")
-    kept.read((A, 0), True, results.append)
+    kept.finish((A, 0), "result")
+    kept.read((A, 0), results.append)
     assert results == ["result", "result"]
 
 
 def test_a_released_result_is_gone_and_one_released_early_is_not_kept() -> None:
     kept, results = KeptResults(), []
-    kept.put((A, 0), "result")
-    kept.release(A, 0, finished=0)
-    kept.read((A, 0), True, results.append)
-    kept.release(A, 1, finished=0)
-    kept.put((A, 1), "late")
+    kept.finish((A, 0), "result")
+    kept.release((A, 0))
+    kept.read((A, 0), results.append)
+    kept.release((A, 1))
+    kept.finish((A, 1), "late")
     assert results == [None]
     assert len(kept) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -41,7 +41,22 @@ class Counting(LocalExecutor):
         return values
 
 
+class Scored(DataProto):
+    """A user's batch, with a method and an attribute."""
+
+    source = ""
+
+    def total(self) -> int:
+        return sum(numbers(self))
+
+
 class Model(Worker):
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False)
+    def score(self, batch: DataProto) -> DataProto:
+        scored = Scored(batch.batch, batch.non_tensor_batch)
+        scored.source = "the worker"
+        return scored
+
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False)
     def compute(self, batch: DataProto, other: DataProto | None = None) -> DataProto:
         self.received, self.beside = batch, other
@@ -258,3 +273,14 @@ def test_a_failure_is_raised_by_get_and_by_whoever_passes_the_batch_on() -> None
 def test_a_future_inside_another_value_is_rejected() -> None:
     with pytest.raises(DispatchError):
         pickle.dumps({"number": group_of(TP2_DP2).number(4)})
+
+
+@pytest.mark.parametrize("read", [lambda batch: None, len, lambda batch: batch.get()])
+def test_a_batch_of_a_users_class_is_one_when_it_was_not_waited_for(read: Callable[[DataProto], Any]) -> None:
+    group = group_of(DP4)
+    later = group.score(numbered(8))
+    read(later)
+    assert (later.total(), later.source) == (sum(range(8)), "the worker")
+    assert type(later) is type(later[:2]) is Scored
+    with pytest.raises(AttributeError):
+        _ = group.score(numbered(8)).no_such_name
