@@ -32,8 +32,8 @@ from parallel_state.axes import DENSE_AXES
 
 T_co = TypeVar("T_co", covariant=True, default=Any)
 
-_runner: asyncio.Runner | None = None
-"""The event loop of async methods in this process."""
+_idle_runners: list[asyncio.Runner] = []
+"""The event loops of async methods in this process that run none now, the one that was used last at the end."""
 
 Handle = Any
 """A transport's handle of a value that it keeps: in a worker process, in Ray's object store, or in this process."""
@@ -337,18 +337,22 @@ def reported_coordinates(worker: Any) -> dict[str, int]:
 
 
 def _run(awaitable: Any) -> Any:
-    """Run on the one event loop of this process, so that a worker's open connections stay bound to a live loop."""
-    global _runner
-    if _runner is None:
-        _runner = asyncio.Runner()
+    """Run on the event loop of the call before, so that a worker's open connections stay bound to a live loop.
+
+    A method of a group in this process that an async method calls has another one: the first is running.
+    """
 
     async def awaited() -> Any:
         return await awaitable
 
-    if _is_in_event_loop():  # the caller's, as in a notebook
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(_runner.run, awaited()).result()
-    return _runner.run(awaited())
+    runner = _idle_runners.pop() if _idle_runners else asyncio.Runner()
+    try:
+        if not _is_in_event_loop():
+            return runner.run(awaited())
+        with ThreadPoolExecutor(1) as thread:  # the loop is the caller's, as in a notebook
+            return thread.submit(runner.run, awaited()).result()
+    finally:
+        _idle_runners.append(runner)
 
 
 def _is_in_event_loop() -> bool:

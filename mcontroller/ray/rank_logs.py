@@ -131,6 +131,8 @@ def merged_lines(logs: Sequence[RankLog], offsets: dict[str, int]) -> Iterator[L
     def lines(log: RankLog) -> Iterator[LogLine]:
         key = f"{log.role}-{log.rank}"
         with open(log.path, "rb") as file:
+            if offsets.get(key, 0) > os.fstat(file.fileno()).st_size:  # truncated: what follows is new
+                offsets[key] = 0
             file.seek(offsets.get(key, 0))
             for line in file:
                 if not line.endswith(b"\n"):

@@ -90,6 +90,10 @@ class Model(Worker):
     async def later(self, value: int) -> int:
         return value + self.rank
 
+    @register(Dispatch.ONE_TO_ALL)
+    async def through_another_group(self, value: int) -> list[int]:
+        return list(group_of().later(value))
+
     def unregistered(self, value: int) -> int:
         return value * self.rank
 
@@ -282,6 +286,7 @@ def test_async_methods_are_awaited_on_their_worker_also_for_a_caller_in_an_event
         return list(group_of().later(10))
 
     assert group_of().later(10) == asyncio.run(in_a_loop()) == [10, 11, 12, 13, 14, 15, 16, 17]
+    assert group_of().through_another_group(0) == [[*range(8)]] * 8
 
 
 def test_the_deadline_is_that_of_the_call_then_of_the_method_then_of_the_group() -> None:

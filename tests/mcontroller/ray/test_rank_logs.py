@@ -133,4 +133,6 @@ def test_the_verb_follows_files_and_loads_neither_torch_nor_ray(tmp_path: Path) 
         with open(tmp_path / "actor-rank1.log", "a") as file:
             file.write("lete\n")
         assert verb.stdout.readline()[27:] == "actor rank 1: not complete\n"
+        (tmp_path / "actor-rank1.log").write_text("2026-11-25 18:00:00.000004 again\n")  # shorter than before
+        assert verb.stdout.readline()[27:] == "actor rank 1: again\n"
         verb.terminate()
