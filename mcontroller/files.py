@@ -16,8 +16,8 @@ import logging
 import os
 import shutil
 import socket
-import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -96,8 +96,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     If the block raises, ``path`` has its old content, and nothing is left of the new one.
     """
-    # Several processes or threads may write it at the same time: the last one wins.
-    partial = partial_path(path.with_name(f"{path.name}.{threading.get_native_id()}"))
+    # Several threads, also of several nodes, may write it at the same time: the last one wins.
+    partial = partial_path(path.with_name(f"{path.name}.{uuid.uuid4().hex}"))
     try:
         with open(partial, "wb") as file:
             yield file
