@@ -669,7 +669,7 @@ class DataProto(OutOfBand):
         future: Future[Self] | None = self.__dict__.get("_later", (None,))[0]
         return future
 
-    def _become(self, other: DataProto) -> None:
+    def _become(self, other: Self) -> None:
         set_before = self.__dict__ if self.__dict__.pop("_later", None) else {}  # before the batch was computed
         self.__class__, self.__dict__ = type(other), other.__dict__ | set_before
 
