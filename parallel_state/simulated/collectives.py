@@ -151,7 +151,7 @@ def _all_reduce(calls: Sequence[Call]) -> None:
     dtypes = {tensor.dtype for tensor in calls[0].inputs}
     for tensors in [[call.inputs for call in calls]] if len(dtypes) == 1 else _by_tensor(calls):
         total = _reduced([_as_one(of_rank) for of_rank in tensors], calls[0].options["op"]).reshape(-1)
-        parts = total.split([tensor.numel() for tensor in tensors[0]])
+        parts = torch.split(total, [tensor.numel() for tensor in tensors[0]])
         for of_rank in tensors:
             for tensor, part in zip(of_rank, parts, strict=True):
                 _copy(tensor, part)

@@ -305,6 +305,8 @@ class SimulatedStore(dist.Store):
         values: the values by key, which all ranks share.
     """
 
+    timeout: datetime.timedelta  # of torch's, whose types leave it out
+
     def __init__(self, simulation: Any, values: dict[str, bytes]) -> None:
         super().__init__()
         self._simulation, self._values = simulation, values

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import torch
@@ -48,6 +48,7 @@ from parallel_state.topology import Topology
 
 _NOT_IN_COLLECTIVES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 _REPEATED_WAITS = 5  # of a rank for keys of the store, until that is a deadlock
+_Deadlock = TypeVar("_Deadlock", bound=Deadlock)
 _RENDEZVOUS: Any = importlib.import_module("torch.distributed.rendezvous")
 
 
@@ -543,7 +544,7 @@ def _same_on_every_rank() -> dict[Any, dict[str, Any]]:
 # ---- the text of a deadlock: its cause, and for every rank where it is and whom it waits for -----------------------
 
 
-def _deadlock(simulation: Simulation, kind: type[Deadlock]) -> Deadlock:
+def _deadlock(simulation: Simulation, kind: type[_Deadlock]) -> _Deadlock:
     positions = _positions(simulation)
     cause, ranks = cause_of(simulation, positions) or _without_keys(simulation, positions)
     size = len(simulation.ranks)

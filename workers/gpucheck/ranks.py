@@ -16,6 +16,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest.mock import patch
 
@@ -50,6 +51,7 @@ class Ranks:
         self._limit_s = limit_s
         self._variables = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         self._ranks: list[ProcessPoolExecutor] = []
+        self._processes: set[BaseProcess] = set()
 
     def run(self, function: Callable[..., Any], case: Case, *arguments: Any) -> list[Any]:
         """Return what ``function(case, *arguments)`` returns on each of the ranks of the case.
@@ -57,12 +59,13 @@ class Ranks:
         Raises:
             RuntimeError: a rank raised or died. All processes are killed; the next case has new ones.
         """
-        spawn = multiprocessing.get_context("spawn")
+        spawn, others = multiprocessing.get_context("spawn"), {*multiprocessing.active_children()} - self._processes
         for rank in range(len(self._ranks), case.ranks):
             self._ranks.append(ProcessPoolExecutor(1, spawn, _be_rank, (rank,)))
         with tempfile.TemporaryDirectory(prefix="ranks") as folder, patch.dict(os.environ, self._variables):
             call = f"file://{folder}/rendezvous", self._limit_s, function, case, *arguments
             ranks = {self._ranks[rank].submit(_compute, rank, *call): rank for rank in range(case.ranks)}
+            self._processes = {*multiprocessing.active_children()} - others
             for future in as_completed(ranks):
                 if error := future.exception():
                     self.close()
@@ -71,11 +74,11 @@ class Ranks:
 
     def close(self) -> None:
         """Kill the processes, which may wait for each other."""
-        for process in multiprocessing.active_children():
+        for process in self._processes:
             process.kill()
         for rank in self._ranks:
             rank.shutdown()
-        self._ranks = []
+        self._ranks, self._processes = [], set()
 
 
 def _be_rank(rank: int) -> None:

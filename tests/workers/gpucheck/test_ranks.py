@@ -27,6 +27,10 @@ def fail_on_rank_one(case: Case) -> None:
     dist.barrier()
 
 
+def process_of(case: Case) -> int:
+    return os.getpid()
+
+
 def die_on_rank_zero(case: Case) -> None:
     if dist.get_rank() == 0:
         os._exit(3)
@@ -40,9 +44,11 @@ def sleep_on_rank_zero(case: Case) -> None:
 
 
 def test_cases_after_one_that_fails_run_on_ranks_of_their_number() -> None:
-    with closing(Ranks()) as ranks:
+    with closing(Ranks()) as ranks, closing(Ranks(gpus=False)) as others:
+        process = others.run(process_of, Case(1))
         with pytest.raises(RuntimeError, match="rank 1: ValueError"):
             ranks.run(fail_on_rank_one, Case(2))
+        assert others.run(process_of, Case(1)) == process
         assert ranks.run(ranks_that_answer, Case(1)) == [[0]]
         with pytest.raises(RuntimeError, match="rank"):
             ranks.run(die_on_rank_zero, Case(2))
