@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
-from mcontroller.config.fields import check_unused, strict_fields, unknown_field
+from mcontroller.config.fields import check_unused, strict_fields, unknown_field, unused_if, used_if
 from mcontroller.errors import ConfigError
 from trainer.estimators.built_in import (
     GAEOptions,
@@ -42,16 +42,13 @@ class FilterGroupsConfig:
 
     enable: bool = False
     """Draw again."""
-    metric: str = SCORE
+    metric: str = unused_if(SCORE, enable=False)
     """Values that must differ in a group: score (with length penalties), or a column of the reward such as accuracy."""
-    max_batches: int = 10
+    max_batches: int = unused_if(10, enable=False)
     """[batches] Most batches of prompts that one step generates. Groups of equal scores then fill the rest of it."""
 
     def __post_init__(self) -> None:
         check_at_least("algorithm.filter_groups.max_batches", self.max_batches, 1)
-        if not self.enable:
-            key = "algorithm.filter_groups."
-            check_unused(self, ("metric", "max_batches"), key, f"without {key}enable=true")
 
 
 @strict_fields
@@ -59,19 +56,14 @@ class FilterGroupsConfig:
 class OverlongConfig:
     """DAPO's soft penalty for responses that are almost, or exactly, as long as the longest possible one."""
 
-    buffer: int = 0
+    buffer: int = unused_if(0, penalty=0.0)
     """[tokens] Tokens before ``rollout.response_length`` in which the penalty grows from 0. 0: no penalty."""
-    penalty: float = 1.0
+    penalty: float = unused_if(1.0, buffer=0)
     """Penalty of a response of the full length, subtracted from its score."""
 
     def __post_init__(self) -> None:
         check_at_least("algorithm.overlong.buffer", self.buffer, 0)
         check_at_least("algorithm.overlong.penalty", self.penalty, 0.0)
-        key = "algorithm.overlong."
-        if not self.buffer:
-            check_unused(self, ("penalty",), key, f"with {key}buffer=0: set it to a number of tokens")
-        elif not self.penalty:
-            check_unused(self, ("buffer",), key, f"with {key}penalty=0")
 
 
 @strict_fields
@@ -82,22 +74,19 @@ class MultiTurnConfig:
     episode: str | None = None
     """Import path of an async function or class that makes a response, such as ``my_module:episode``; see
     docs/rollout.md. None: one turn."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = unused_if(dict, episode=None)
     """Other keyword arguments of the episode."""
-    processes: int = 1
+    processes: int = unused_if(1, episode=None)
     """[processes] In which episodes run; 0: in the controller, in a fixed order."""
-    concurrency: int = 256
+    concurrency: int = unused_if(256, episode=None)
     """[episodes] Most of them at a time."""
-    timeout_s: float = 60.0
+    timeout_s: float = unused_if(60.0, episode=None)
     """[s] Longest time that an episode may take between two turns of the policy."""
 
     def __post_init__(self) -> None:
         check_at_least("multi_turn.processes", self.processes, 0)
         check_at_least("multi_turn.concurrency", self.concurrency, 1)
         check_above("multi_turn.timeout_s", self.timeout_s, 0.0)
-        if self.episode is None:
-            names = [item.name for item in dataclasses.fields(self)]
-            check_unused(self, names, "multi_turn.", "without multi_turn.episode")
 
 
 @strict_fields
@@ -108,12 +97,12 @@ class ImportanceConfig:
     level: str = "none"
     """Weight of a token: its own ratio (token), the product of the ratios of its response (sequence), their geometric
     mean (geometric), or none."""
-    mode: str = "truncate"
+    mode: str = unused_if("truncate", level="none")
     """Limit of the weights: truncate to threshold, mask the tokens whose weight is outside of the limits, or none as in
     decoupled PPO (decoupled)."""
-    threshold: float = 2.0
+    threshold: float = unused_if(2.0, level="none", mode="decoupled")
     """Highest weight. Not with mode=decoupled."""
-    least: float = 0.0
+    least: float = used_if(0.0, mode="mask")
     """Lowest weight that is not masked; 0 keeps all. Only with mode=mask."""
     off_policy_mask: float | None = None
     """[nats per token] Leave responses with a negative advantage out of the loss if the rollout gave their tokens
@@ -125,14 +114,6 @@ class ImportanceConfig:
         check_above("algorithm.importance.threshold", self.threshold, 0.0)
         if self.off_policy_mask is not None:
             check_at_least("algorithm.importance.off_policy_mask", self.off_policy_mask, 0.0)
-        key = "algorithm.importance."
-        if self.level == "none":
-            reason = f"without weights: set {key}level to token, sequence or geometric"
-            check_unused(self, ("mode", "threshold", "least"), key, reason)
-        if self.mode == "decoupled":
-            check_unused(self, ("threshold",), key, f"with {key}mode=decoupled, which has no limit")
-        if self.mode != "mask":
-            check_unused(self, ("least",), key, f"with {key}mode={self.mode}: set mode=mask")
 
     @property
     def is_on(self) -> bool:
@@ -308,11 +289,11 @@ class ValidationConfig:
     """[responses] Responses to each problem. With more than one, the best and the mean of each problem are reported."""
     do_sample: bool = False
     """Sample; False takes the most likely token."""
-    temperature: float = 1.0
+    temperature: float = unused_if(1.0, do_sample=False)
     """Temperature of the samples."""
-    top_p: float = 1.0
+    top_p: float = unused_if(1.0, do_sample=False)
     """Sample from the smallest set of tokens with at least this probability."""
-    top_k: int = 0
+    top_k: int = unused_if(0, do_sample=False)
     """[tokens] Sample from the most likely tokens. 0: all."""
     response_length: int | None = None
     """[tokens] Longest response, at most ``rollout.response_length``. None: that."""
@@ -321,9 +302,6 @@ class ValidationConfig:
         for name, value in dataclasses.asdict(self).items():
             if value is not None:
                 check_setting(f"validation.{name}", name, value)
-        if not self.do_sample:
-            reason = "with validation.do_sample=false: set it to true"
-            check_unused(self, ("temperature", "top_p", "top_k"), "validation.", reason)
         if self.n > 1 and not self.do_sample:
             raise ConfigError(
                 f"validation.n is {self.n} with validation.do_sample=false, which generates {self.n} equal responses: "
@@ -347,14 +325,12 @@ class WarmUpConfig:
 
     steps: int = 0
     """[optimizer steps] Length of the phase. 0: none."""
-    batch_size: int = 256
+    batch_size: int = unused_if(256, steps=0)
     """[demonstrations] Demonstrations of one step."""
 
     def __post_init__(self) -> None:
         check_at_least("warm_up.steps", self.steps, 0)
         check_at_least("warm_up.batch_size", self.batch_size, 1)
-        if not self.steps:
-            check_unused(self, ("batch_size",), "warm_up.", "with warm_up.steps=0")
 
 
 @strict_fields
@@ -373,11 +349,11 @@ class AsynchronousConfig:
     schedule: str = "live"
     """Order in which responses arrive: live (as it happens), or simulated (a random legal order, the same for one
     seed)."""
-    seed: int = 0
+    seed: int = unused_if(0, schedule="live")
     """Seed of the simulated schedule."""
     replay: str | None = None
     """Directory of a run whose recorded responses this run trains on, in their order. None: it generates."""
-    check_replay: bool = False
+    check_replay: bool = unused_if(False, replay=None)
     """Generate the recorded tokens again, and end at the first one that differs; not with episodes."""
 
     def __post_init__(self) -> None:
@@ -385,10 +361,6 @@ class AsynchronousConfig:
         check_one_of("trainer.asynchronous.stale", self.stale, STALE)
         check_one_of("trainer.asynchronous.partial", self.partial, PARTIAL)
         check_one_of("trainer.asynchronous.schedule", self.schedule, SCHEDULES)
-        if self.schedule == "live":
-            check_unused(self, ("seed",), "trainer.asynchronous.", "with schedule=live: set schedule=simulated")
-        if self.replay is None:
-            check_unused(self, ("check_replay",), "trainer.asynchronous.", "without trainer.asynchronous.replay")
 
 
 @strict_fields
@@ -398,16 +370,12 @@ class ProfileConfig:
 
     steps: tuple[int, ...] = ()
     """Steps of PPO that the actor and the critic are profiled in. Empty: none."""
-    at: dict[str, int] = field(default_factory=dict)
+    at: dict[str, int] = unused_if(dict, steps=())
     """Coordinates of the ranks, such as {tp: 0, pp: 1}; axes that are not given have all. Empty: all ranks."""
-    nsys: bool = False
+    nsys: bool = unused_if(False, steps=())
     """Mark the window and the methods for `nsys profile --capture-range=cudaProfilerApi` in place of torch.profiler."""
     memory: bool = False
     """Record the allocations of GPUs; an out-of-memory error writes a snapshot for https://pytorch.org/memory_viz."""
-
-    def __post_init__(self) -> None:
-        if not self.steps:
-            check_unused(self, ("at", "nsys"), "trainer.profile.", "without trainer.profile.steps")
 
 
 @strict_fields
@@ -428,18 +396,18 @@ class TrainerConfig:
     """[steps] Validate every so many steps and after the last one. 0: only after the last one. -1: never."""
     save_freq: int = 0
     """[steps] Save a checkpoint every so many steps. 0: as save_minutes says, and after the last one. -1: never."""
-    save_minutes: float = 10.0
+    save_minutes: float = used_if(10.0, save_freq=0)
     """[minutes] With save_freq=0, save after the first step that ends so long after the last save. 0: never."""
-    memory_save_freq: int = 0
+    memory_save_freq: int = unused_if(0, max_restarts=0)
     """[steps] Copy the state of every rank to the memory of its node and another one every so many steps; recovery from
     a failure then loads it if it is newer than the last checkpoint. 0: never. See docs/reliability.md."""
     max_to_keep: int | None = 3
     """[checkpoints] Newest checkpoints that are kept. None: all."""
-    keep_best: int = 0
+    keep_best: int = unused_if(0, max_to_keep=None)
     """[checkpoints] Checkpoints with the best values of best_metric that are kept besides the newest. 0: none."""
-    best_metric: str = "held_out/score"
+    best_metric: str = unused_if("held_out/score", keep_best=0)
     """Metric of validation that keep_best compares."""
-    best_mode: str = "max"
+    best_mode: str = unused_if("max", keep_best=0)
     """Best value of best_metric: max or min."""
     save_reshardable: bool = False
     """Save distributed optimizers for any layout in every save, not only in the last one of a run.
@@ -455,7 +423,7 @@ class TrainerConfig:
     """[s] Save and end with exit code 75 before the run has taken so long. 0: no limit."""
     ref_sync_steps: int = 0
     """[steps] Move the reference towards the policy every so many steps. 0: the reference does not change."""
-    ref_sync_mix: float = 1.0
+    ref_sync_mix: float = unused_if(1.0, ref_sync_steps=0)
     """Share of the policy in the new reference, above 0, at most 1: ``mix * policy + (1 - mix) * reference``.
 
     Below 1, a reference of 16 bits has a copy in float32, 4 bytes for every weight, which checkpoints contain.
@@ -469,7 +437,7 @@ class TrainerConfig:
     method needs: an update all of its parts, generation and scoring the weights.
     """
 
-    offload_communicators: bool = False
+    offload_communicators: bool = unused_if(False, offload="never")
     """Free the buffers of NCCL too when a group hands over its memory. It takes time, and NCCL 2.29.7."""
     weight_timeout: float = 600.0
     """[s] A transfer of weights from Role.Actor to Role.Rollout fails if it has not ended by then."""
@@ -477,12 +445,12 @@ class TrainerConfig:
     """[s] Report who waits for whom in a stage that takes longer; if the ranks wait for the same twice as long after
     that, or after ten times as long in any case, the step fails. 0: report after 60 s, and fail after ``timeout_s`` of
     the role."""
-    patience_factor: float = 10.0
+    patience_factor: float = unused_if(10.0, patience=0.0)
     """Times the slowest run of the stage so far, in place of ``patience`` if it is more."""
     max_restarts: int = 3
     """[restarts in an hour] Go on after a process died, hung or was lost: restart the groups that broke, and load the
     last checkpoint; without one, begin again. Counted for each cause. 0: end the run at the first failure."""
-    restart_on: tuple[str, ...] = ()
+    restart_on: tuple[str, ...] = unused_if((), max_restarts=0)
     """Types of exceptions of the workers' own code after which the run goes on too, such as OutOfMemoryError."""
     elastic: bool = False
     """Go on with fewer data-parallel replicas and the same global batch after the loss of a node, until there is room
@@ -491,7 +459,7 @@ class TrainerConfig:
     """[batches] 1: generate the next batch while the policy learns from this one. 2 or more: generate by trajectory, so
     that each step trains on responses that began at most so many updates before. 0: do not; see docs/rollout.md.
     """
-    asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
+    asynchronous: AsynchronousConfig = unused_if(AsynchronousConfig, max_staleness=0)
     """Generation by trajectory, with max_staleness of 2 or more."""
     balance_tokens: bool = True
     """Give every data-parallel rank about as many tokens as the others, in scoring and in each mini-batch of an update.
@@ -533,24 +501,6 @@ class TrainerConfig:
                 key="trainer.keep_best",
                 value=self.keep_best,
             )
-        self._check_unused()
-
-    def _check_unused(self) -> None:
-        """Raise ConfigError if an option is set whose feature is off."""
-        off: dict[str, tuple[bool, str]] = {
-            "asynchronous": (self.max_staleness == 0, "with trainer.max_staleness=0: set it to 2 or more"),
-            "save_minutes": (self.save_freq != 0, "unless trainer.save_freq is 0"),
-            "best_metric": (not self.keep_best, "with trainer.keep_best=0"),
-            "best_mode": (not self.keep_best, "with trainer.keep_best=0"),
-            "keep_best": (self.max_to_keep is None, "with trainer.max_to_keep=null, which keeps all"),
-            "memory_save_freq": (not self.max_restarts, "with trainer.max_restarts=0: only a restart loads it"),
-            "restart_on": (not self.max_restarts, "with trainer.max_restarts=0"),
-            "ref_sync_mix": (not self.ref_sync_steps, "with trainer.ref_sync_steps=0"),
-            "patience_factor": (not self.patience, "with trainer.patience=0"),
-            "offload_communicators": (self.offload == "never", "with trainer.offload=never"),
-        }
-        for name, (is_off, reason) in off.items():
-            check_unused(self, (name,) * is_off, "trainer.", reason)
 
 
 @strict_fields

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from mcontroller.config.checks import check_above, check_at_least
-from mcontroller.config.fields import check_unused, strict_fields
+from mcontroller.config.fields import strict_fields, unused_if
 from mcontroller.config.registry import Registry
 from mcontroller.errors import DataError
 from parallel_state.lazy import Lazy
@@ -89,9 +89,9 @@ class KLControlConfig:
     """Name of the controller: fixed, or adaptive towards target_kl."""
     kl_coef: float = 0.001
     """Weight at the start."""
-    target_kl: float = 0.1
+    target_kl: float = unused_if(0.1, type="fixed")
     """[nats per token] KL that an adaptive controller steers towards."""
-    horizon: int = 10000
+    horizon: int = unused_if(10000, type="fixed")
     """[samples] Samples after which an adaptive weight has changed by a factor of at most about 1.2."""
 
     def __post_init__(self) -> None:
@@ -100,9 +100,6 @@ class KLControlConfig:
         check_at_least("algorithm.kl_ctrl.horizon", self.horizon, 1)
         if self.type == "adaptive":
             check_above("algorithm.kl_ctrl.target_kl", self.target_kl, 0.0)
-        if self.type == "fixed":
-            reason = "with algorithm.kl_ctrl.type=fixed: set type=adaptive"
-            check_unused(self, ("target_kl", "horizon"), "algorithm.kl_ctrl.", reason)
 
 
 @KL_CONTROLLERS.register("fixed")

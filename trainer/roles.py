@@ -127,12 +127,15 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[GroupSp
             raise _misfit(mapping, f"{role} has no configuration: set {key}")
         if name == "actor":
             worker_config = _with_kl_loss(worker_config, config, mapping)
-        if role is Role.Rollout and isinstance(worker_config, ActorConfig):
+        if role is Role.Rollout and isinstance(worker_config, ActorConfig) and worker_config.rollout.engine == "vllm":
             vllm = dataclasses.replace(worker_config.rollout.vllm, pause=PAUSES[config.trainer.asynchronous.partial])
             rollout = dataclasses.replace(worker_config.rollout, vllm=vllm)
             worker_config = dataclasses.replace(worker_config, rollout=rollout)
         cls = role_class(mapping, role)
         try:
+            if isinstance(given := getattr(config, key), ActorConfig):
+                reason = "in a run: trainer.asynchronous.partial sets it"
+                check_unused(given.rollout.vllm, ("pause",), "rollout.vllm.", reason)
             init = RayClassWithInitArgs(cls, config=worker_config, **arguments)
             init.imports = tuple(config.imports)
             if name == "actor":

@@ -17,13 +17,15 @@ from typing import Any, TypeVar
 from mcontroller.errors import ConfigError
 
 C = TypeVar("C")
+_SWITCHES = "switches"
+"""Key of the metadata of a field: by the name of another field, a value, and whether the field is off with it."""
 
 
 def strict_fields(cls: type[C]) -> type[C]:
     """Decorate a dataclass so that its constructor rejects wrong fields with a ConfigError that contains the fix.
 
-    A dataclass may have a class variable ``field_hints``: a mapping from names that users mistake for fields to a hint
-    for each.
+    So are values of fields that another field switches off: see ``unused_if``. A dataclass may have a class variable
+    ``field_hints``: a mapping from names that users mistake for fields to a hint for each.
 
     Args:
         cls: the dataclass; its constructor is replaced.
@@ -55,6 +57,7 @@ def strict_fields(cls: type[C]) -> type[C]:
             raise ConfigError(f"{cls.__name__} needs a value for {', '.join(missing)}", key=missing[0], keys=missing)
         _check_nested(cls, values)
         init(self, *args, **kwargs)
+        _check_switched_off(self)
 
     setattr(cls, "__init__", __init__)  # noqa: B010  # mypy rejects the assignment to a method
     return cls
@@ -134,6 +137,47 @@ def changed_fields(config: Any, usual: Any = None, prefix: str = "") -> dict[str
         elif (list(value) if isinstance(value, tuple) else value) != (default := _plain(default)):
             changes[key] = default
     return changes
+
+
+def unused_if(default: Any, /, **switches: Any) -> Any:
+    """Return a field that nothing reads if one of the switches has the given value.
+
+    A value that is not the default is a mistake then about what is on, and ``strict_fields`` rejects it.
+
+    Args:
+        default: the default of the field, or a class whose instances are the default.
+        switches: other fields of the same dataclass, and the values with which the field has no effect.
+
+    Examples:
+        >>> @strict_fields
+        ... @dataclass(frozen=True, slots=True)
+        ... class WarmUpConfig:
+        ...     steps: int = 0
+        ...     batch_size: int = unused_if(256, steps=0)
+        >>> WarmUpConfig(batch_size=8)
+        ConfigError: batch_size is 8: leave it out; it has no effect with steps=0
+    """
+    return _switched(default, {name: (value, True) for name, value in switches.items()})
+
+
+def used_if(default: Any, /, **switches: Any) -> Any:
+    """Return a field that is read only if each of the switches has the given value; see ``unused_if``."""
+    return _switched(default, {name: (value, False) for name, value in switches.items()})
+
+
+def _switched(default: Any, switches: Mapping[str, tuple[Any, bool]]) -> Any:
+    if isinstance(default, type):
+        return dataclasses.field(default_factory=default, metadata={_SWITCHES: switches})
+    return dataclasses.field(default=default, metadata={_SWITCHES: switches})
+
+
+def _check_switched_off(config: Any) -> None:
+    """Raise ConfigError if a field is set that another one switches off."""
+    for field in dataclasses.fields(config):
+        for switch, (state, is_off) in field.metadata.get(_SWITCHES, {}).items():
+            if (getattr(config, switch) == state) is is_off:
+                shown = {"None": "null", "True": "true", "False": "false"}.get(str(state), state)
+                check_unused(config, (field.name,), "", f"{'with' if is_off else 'unless'} {switch}={shown}")
 
 
 def check_unused(config: Any, names: Iterable[str], prefix: str, reason: str) -> None:

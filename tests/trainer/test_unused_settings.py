@@ -28,7 +28,8 @@ from trainer import (
     WarmUpConfig,
 )
 from trainer.config import ProfileConfig
-from workers.config import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
+from trainer.run.config import ClusterConfig, PoolConfig
+from workers.config import ActorConfig, ModelConfig, OptimConfig, RolloutConfig, VllmConfig
 
 MODEL = ModelConfig(vocab_size=16, max_sequence_length=1024, num_layers=1, hidden_size=8, num_attention_heads=1)
 
@@ -40,15 +41,15 @@ def of_actor(**settings: Any) -> ActorConfig:
 @pytest.mark.parametrize(
     ("make", "settings", "key", "switch"),
     [
-        (ImportanceConfig, {"mode": "mask"}, "algorithm.importance.mode", {"level": "token"}),
-        (ImportanceConfig, {"threshold": 3.0}, "algorithm.importance.threshold", {"level": "sequence"}),
-        (ImportanceConfig, {"level": "token", "least": 0.5}, "algorithm.importance.least", {"mode": "mask"}),
-        (ImportanceConfig, {"mode": "mask", "off_policy_mask": 0.1}, "algorithm.importance.mode", {"level": "token"}),
-        (FilterGroupsConfig, {"max_batches": 3}, "algorithm.filter_groups.max_batches", {"enable": True}),
-        (OverlongConfig, {"penalty": 0.5}, "algorithm.overlong.penalty", {"buffer": 4}),
-        (OverlongConfig, {"buffer": 4, "penalty": 0.0}, "algorithm.overlong.buffer", {"penalty": 1.0}),
-        (MultiTurnConfig, {"timeout_s": 3.0}, "multi_turn.timeout_s", {"episode": "mine:episode"}),
-        (KLControlConfig, {"horizon": 3}, "algorithm.kl_ctrl.horizon", {"type": "adaptive"}),
+        (ImportanceConfig, {"mode": "mask"}, "mode", {"level": "token"}),
+        (ImportanceConfig, {"threshold": 3.0}, "threshold", {"level": "sequence"}),
+        (ImportanceConfig, {"level": "token", "least": 0.5}, "least", {"mode": "mask"}),
+        (ImportanceConfig, {"mode": "mask", "off_policy_mask": 0.1}, "mode", {"level": "token"}),
+        (FilterGroupsConfig, {"max_batches": 3}, "max_batches", {"enable": True}),
+        (OverlongConfig, {"penalty": 0.5}, "penalty", {"buffer": 4}),
+        (OverlongConfig, {"buffer": 4, "penalty": 0.0}, "buffer", {"penalty": 1.0}),
+        (MultiTurnConfig, {"timeout_s": 3.0}, "timeout_s", {"episode": "mine:episode"}),
+        (KLControlConfig, {"horizon": 3}, "horizon", {"type": "adaptive"}),
         (
             AlgorithmConfig,
             {"kl_penalty": "k3", "adv_estimator": "rloo"},
@@ -72,33 +73,42 @@ def of_actor(**settings: Any) -> ActorConfig:
         (
             RewardsConfig,
             {"timeout_s": 5.0},
-            "rewards.timeout_s",
+            "timeout_s",
             {"functions": {"mine": RewardFunctionConfig("a.py:b")}},
         ),
-        (ValidationConfig, {"temperature": 0.5}, "validation.temperature", {"do_sample": True}),
-        (WarmUpConfig, {"batch_size": 5}, "warm_up.batch_size", {"steps": 1}),
-        (AsynchronousConfig, {"seed": 5}, "trainer.asynchronous.seed", {"schedule": "simulated"}),
-        (ProfileConfig, {"nsys": True}, "trainer.profile.nsys", {"steps": (1,)}),
+        (ValidationConfig, {"temperature": 0.5}, "temperature", {"do_sample": True}),
+        (WarmUpConfig, {"batch_size": 5}, "batch_size", {"steps": 1}),
+        (AsynchronousConfig, {"seed": 5}, "seed", {"schedule": "simulated"}),
+        (ProfileConfig, {"nsys": True}, "nsys", {"steps": (1,)}),
         (
             TrainerConfig,
             {"asynchronous": AsynchronousConfig(stale="drop")},
-            "trainer.asynchronous",
+            "asynchronous",
             {"max_staleness": 2},
         ),
-        (TrainerConfig, {"save_minutes": 5.0, "save_freq": 5}, "trainer.save_minutes", {"save_freq": 0}),
-        (TrainerConfig, {"memory_save_freq": 5, "max_restarts": 0}, "trainer.memory_save_freq", {"max_restarts": 1}),
-        (TrainerConfig, {"restart_on": ("ValueError",), "max_restarts": 0}, "trainer.restart_on", {"max_restarts": 1}),
-        (TrainerConfig, {"ref_sync_mix": 0.5}, "trainer.ref_sync_mix", {"ref_sync_steps": 1}),
-        (TrainerConfig, {"patience_factor": 5.0}, "trainer.patience_factor", {"patience": 1.0}),
+        (TrainerConfig, {"save_minutes": 5.0, "save_freq": 5}, "save_minutes", {"save_freq": 0}),
+        (TrainerConfig, {"memory_save_freq": 5, "max_restarts": 0}, "memory_save_freq", {"max_restarts": 1}),
+        (TrainerConfig, {"restart_on": ("ValueError",), "max_restarts": 0}, "restart_on", {"max_restarts": 1}),
+        (TrainerConfig, {"ref_sync_mix": 0.5}, "ref_sync_mix", {"ref_sync_steps": 1}),
+        (TrainerConfig, {"patience_factor": 5.0}, "patience_factor", {"patience": 1.0}),
         (
             TrainerConfig,
             {"offload_communicators": True, "offload": "never"},
-            "trainer.offload_communicators",
+            "offload_communicators",
             {"offload": "auto"},
         ),
-        (OptimConfig, {"min_lr": 1e-6}, "optim.min_lr", {"decay_style": "linear", "total_steps": 5}),
-        (OptimConfig, {"wsd_decay_steps": 2}, "optim.wsd_decay_steps", {"decay_style": "WSD", "total_steps": 5}),
-        (RolloutConfig, {"top_p": 0.5, "do_sample": False}, "rollout.top_p", {"do_sample": True}),
+        (OptimConfig, {"min_lr": 1e-6}, "min_lr", {"decay_style": "linear", "total_steps": 5}),
+        (OptimConfig, {"wsd_decay_steps": 2}, "wsd_decay_steps", {"decay_style": "WSD", "total_steps": 5}),
+        (RolloutConfig, {"top_p": 0.5, "do_sample": False}, "top_p", {"do_sample": True}),
+        (RolloutConfig, {"vllm": VllmConfig(tp=2)}, "vllm", {"engine": "vllm"}),
+        (PoolConfig, {"isolate_gpus": True}, "isolate_gpus", {"use_gpu": True}),
+        (ClusterConfig, {"address": "auto", "num_cpus": 4}, "num_cpus", {"address": None}),
+        (
+            of_actor,
+            {"ppo_mini_batch_prompts": 4, "ppo_mini_batch_size": 64},
+            "ppo_mini_batch_size",
+            {"ppo_mini_batch_prompts": 0},
+        ),
         (of_actor, {"policy_loss": "gpg", "clip_ratio": 0.1}, "actor_rollout_ref.clip_ratio", {"policy_loss": "ppo"}),
         (
             of_actor,
@@ -109,7 +119,7 @@ def of_actor(**settings: Any) -> ActorConfig:
         (
             of_actor,
             {"use_kl_loss": False, "kl_loss_coef": 0.1},
-            "actor_rollout_ref.kl_loss_coef",
+            "kl_loss_coef",
             {"use_kl_loss": True},
         ),
     ],

@@ -157,7 +157,7 @@ def test_a_fault_on_a_rank_that_no_pipeline_has_is_found_with_one_layer_on_each_
 
 @pytest.mark.parametrize("kind", ["actor", "critic"])
 def test_mini_batches_in_prompts_have_all_micro_batches_in_flight(kind: str) -> None:
-    role = model_role(kind, 2, parallel={"pp": 2}, ppo_mini_batch_size=2, ppo_mini_batch_prompts=8)
+    role = model_role(kind, 2, parallel={"pp": 2}, ppo_mini_batch_size=256, ppo_mini_batch_prompts=8)
     assert RoleCall(role, role.updates[0], PROMPT, RESPONSE).rows == (2, 3)
 
 

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least, check_one_of
-from mcontroller.config.fields import strict_fields
+from mcontroller.config.fields import strict_fields, unused_if
 from mcontroller.errors import ConfigError
 from trainer.config import DataConfig, ValidationConfig
 
@@ -122,13 +122,13 @@ class ProblemsConfig(DataConfig):
     """Other held-out problems by name, with a length and sampling of their own; metrics ``held_out/<name>/score``."""
     prompt_key: str = "prompt"
     """Column of the prompt: a text, or a list of chat messages ``{"role": ..., "content": ...}``."""
-    tools_key: str | None = "tools"
+    tools_key: str | None = unused_if("tools", chat_template=False)
     """Column of the tools of a row, JSON schemas for the chat template; rows may lack it. None: there is none."""
     answer_key: str = "answer"
     """Column of the right answer, or a key of it (reward_model.ground_truth). Reward functions get it as ``answer``."""
     chat_template: bool | None = None
     """Apply the tokenizer's chat template. None: to chat messages only. True: a text is the message of a user."""
-    system_prompt: str | None = None
+    system_prompt: str | None = unused_if(None, chat_template=False)
     """Message of the system in front of chat messages that do not begin with one."""
     truncation: str = "drop"
     """Prompts longer than ``rollout.prompt_length``: drop, error, or left (leave their first tokens out)."""

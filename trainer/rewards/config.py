@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least, check_finite
-from mcontroller.config.fields import check_unused, strict_fields
+from mcontroller.config.fields import strict_fields, unused_if
 from mcontroller.errors import ConfigError
 from trainer.metrics import name_conflict
 
@@ -39,11 +39,11 @@ class RewardsConfig:
 
     functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
     """Reward functions by the name that metrics use. Their scores are added with their weights."""
-    processes: int = 2
+    processes: int = unused_if(2, functions={})
     """[processes] Processes that call them, on the machine of the controller."""
-    timeout_s: float = 60.0
+    timeout_s: float = unused_if(60.0, functions={})
     """[s] Longest time for a sample, or for a batch with ``batch=true``."""
-    failed_score: float | None = None
+    failed_score: float | None = unused_if(None, functions={})
     """Score, before ``weight``, by a function that raises or does not return in time. None: the response is not trained
     on."""
 
@@ -52,8 +52,6 @@ class RewardsConfig:
         check_above("rewards.timeout_s", self.timeout_s, 0.0)
         if self.failed_score is not None:
             check_finite("rewards.failed_score", self.failed_score)
-        if not self.functions:
-            check_unused(self, ("processes", "timeout_s", "failed_score"), "rewards.", "without rewards.functions")
         for name in self.functions:
             if not name.replace("_", "").isalnum():
                 raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from mcontroller.config.checks import check_at_least
-from mcontroller.config.fields import check_unused, nested_config, strict_fields
+from mcontroller.config.fields import check_unused, nested_config, strict_fields, unused_if, used_if
 from mcontroller.config.imports import absolute_path_of, import_module
 from mcontroller.config.load import CollectedErrors, completed_section, given_values, load_config
 from mcontroller.errors import ConfigError
@@ -21,6 +21,7 @@ from trainer.data.sources import check_dataset
 from trainer.data.tokenizers import TokenizerConfig
 from trainer.rewards.config import RewardsConfig
 from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig, RoleConfig
+from workers.config.roles import OF_UPDATES
 from workers.weights.hf.hub import is_hub_name, local_directory
 
 D = TypeVar("D", bound=DatasetConfig)
@@ -51,7 +52,7 @@ class PoolConfig:
     """[slots] Slots for processes in each bundle. None: one for each role in the pool, such as actor and critic."""
     use_gpu: bool = False
     """Reserve GPUs; False runs on CPUs."""
-    isolate_gpus: bool = False
+    isolate_gpus: bool = unused_if(False, use_gpu=False)
     """Each process sees only its own GPU, as cuda:0, instead of the GPUs of all ranks of its group on the node."""
     threads: int | None = None
     """Threads that each process computes with on the CPU. None: OMP_NUM_THREADS if it is set; otherwise, without GPUs,
@@ -89,16 +90,10 @@ class ClusterConfig:
 
     address: str | None = None
     """Address of a running cluster. None: start one on this machine for this run."""
-    num_cpus: int = 0
+    num_cpus: int = used_if(0, address=None)
     """[CPUs] CPUs of the cluster that is started. 0: as many as the pools reserve."""
-    object_store_memory: int = 300_000_000
+    object_store_memory: int = used_if(300_000_000, address=None)
     """[bytes] Object store of the cluster that is started."""
-
-    def __post_init__(self) -> None:
-        """Check that nothing is set for a cluster that runs already."""
-        if self.address is not None:
-            reason = "with cluster.address, whose cluster runs already"
-            check_unused(self, ("num_cpus", "object_store_memory"), "cluster.", reason)
 
 
 @strict_fields
@@ -160,6 +155,7 @@ class RunConfig(PPOConfig):
         if not {*self.trackers} - {"jsonl", "tensorboard"}:
             reason = f"with trackers={self.trackers}, whose files are in the run's directory"
             check_unused(self, ("project_name", "experiment_name"), "", reason)
+        self._check_unused()
         if self.trainer.elastic and self.pool.spare_bundles:
             raise ConfigError(
                 f"pool.spare_bundles is {self.pool.spare_bundles} and trainer.elastic is true: a lost node is either "
@@ -167,6 +163,21 @@ class RunConfig(PPOConfig):
                 key="pool.spare_bundles",
                 value=self.pool.spare_bundles,
             )
+
+    def _check_unused(self) -> None:
+        """Raise ConfigError if a field is set that a field of another section switches off."""
+        actor = self.actor_rollout_ref
+        for key, section in (("ref", self.ref), ("rollout", self.rollout)):
+            if section is not None:  # which may refer to the whole actor
+                own = [name for name in OF_UPDATES if getattr(section, name) != getattr(actor, name)]
+                check_unused(section, own, f"{key}.", f"in {key}, which is not trained")
+        if not self.warm_up.steps:
+            check_unused(actor, ("sft_optim",), "actor_rollout_ref.", "with warm_up.steps=0")
+        if not self.trainer.max_restarts:
+            check_unused(self.pool, ("spare_bundles",), "pool.", "with trainer.max_restarts=0: a restart takes them")
+        if self.data.chat_template is False and self.multi_turn.episode is None:
+            reason = "with data.chat_template=false"
+            check_unused(self.tokenizer, ("chat_template_kwargs",), "tokenizer.", reason)
 
     def sections(self) -> dict[str, RoleConfig]:
         """Return the configuration of every role that has one, by its key."""
@@ -281,9 +292,6 @@ def _rollout_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     rollout, actor = given.get("rollout"), given.get("actor_rollout_ref")
     if not isinstance(rollout, Mapping) or not isinstance(actor, Mapping) or "model" not in actor:
         return {}
-    sampling = rollout.get("rollout", {})
-    if isinstance(sampling, Mapping):  # the layout in which the actor's own processes would generate is none of these
-        rollout = {**rollout, "rollout": {"parallel": None, **sampling}}
     without = {name: value for name, value in given.items() if name != "rollout"}
     values = completed_section(RunConfig, without, "actor_rollout_ref")
     return {"rollout": _interpolations(ActorConfig, rollout, values, "actor_rollout_ref")}

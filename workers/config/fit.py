@@ -216,6 +216,16 @@ def _check_computed(model: ModelConfig) -> None:
         if value not in (None, neutral):
             key = f"model.transformer.{name}"
             raise ConfigError(f"{key}={value!r} is not supported: {why}", key=key, value=value)
+    switches = {
+        "moe_": ("model.num_moe_experts", model.num_moe_experts),
+        "mtp_": ("model.transformer.mtp_num_layers", model.prediction_layers),
+    }
+    for name, value in model.transformer.items():
+        switch, state = switches.get(name[:4], ("", True))
+        key = f"model.transformer.{name}"
+        if not state and key != switch:
+            text = f"{key} is {value!r}: leave it out; it has no effect without {switch}"
+            raise ConfigError(text, key=key, value=value)
 
 
 def _check_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
-from mcontroller.config.fields import strict_fields
+from mcontroller.config.fields import check_unused, strict_fields, unused_if, used_if
 from mcontroller.errors import ConfigError
 from workers.config.lora import LoraConfig
 from workers.weights.hf.config import describes_model, has_bridge, model_fields_from_hf
@@ -72,11 +72,11 @@ class ModelConfig:
     """Normalize queries and keys of each head."""
     position_embedding_type: str = "rope"
     """Position embeddings: rope, learned_absolute or none."""
-    rotary_base: int = 10000
+    rotary_base: int = used_if(10000, position_embedding_type="rope")
     """Base of the rotary frequencies (theta)."""
-    rotary_percent: float = 1.0
+    rotary_percent: float = used_if(1.0, position_embedding_type="rope")
     """Fraction of each head's channels that are rotated, 0 to 1."""
-    rope_scaling_factor: float | None = None
+    rope_scaling_factor: float | None = used_if(None, position_embedding_type="rope")
     """Factor of Llama 3's scaling of rotary positions. None: no scaling."""
     tie_embeddings: bool = False
     """Use the input embedding as the output projection."""
@@ -88,9 +88,9 @@ class ModelConfig:
     """Standard deviation of initial weights."""
     num_moe_experts: int | None = None
     """[experts] Experts of each mixture-of-experts layer. None: a dense model."""
-    moe_router_topk: int = 2
+    moe_router_topk: int = unused_if(2, num_moe_experts=None)
     """[experts] Experts that compute each token."""
-    moe_ffn_hidden_size: int | None = None
+    moe_ffn_hidden_size: int | None = unused_if(None, num_moe_experts=None)
     """[channels] Width inside each expert. None: ffn_hidden_size."""
     dtype: str = "float32"
     """Type of the parameters and of the computation: float32, bfloat16 or float16."""
@@ -156,6 +156,9 @@ class ModelConfig:
             check_above("model.rope_scaling_factor", self.rope_scaling_factor, 0.0)
         for name in ("rotary_percent", "attention_dropout", "hidden_dropout"):
             check_between(f"model.{name}", getattr(self, name), 0.0, 1.0)
+        if self.lora is not None and not self.train_only:
+            reason = "with model.lora, whose adapters alone are trained: model.train_only names weights beside them"
+            check_unused(self, ("freeze",), "model.", reason)
 
     @property
     def prediction_layers(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
-from mcontroller.config.fields import check_unused, strict_fields
+from mcontroller.config.fields import strict_fields, unused_if, used_if
 from mcontroller.errors import ConfigError
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -84,7 +84,7 @@ class OptimConfig:
 
     lr: float = 1e-5
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: float = unused_if(0.0, decay_style="constant")
     """Learning rate at total_steps and after it."""
     weight_decay: float = 0.01
     """Weight decay, per step and relative to the learning rate; AdamW's is decoupled from the gradient."""
@@ -96,13 +96,13 @@ class OptimConfig:
     """Largest norm of the gradients, over all parameters; larger ones are scaled down. 0: no clipping."""
     warmup_steps: int = 0
     """[optimizer steps] Length of the linear warm-up."""
-    warmup_init_lr: float = 0.0
+    warmup_init_lr: float = unused_if(0.0, warmup_steps=0)
     """Learning rate at the start of the warm-up, at most lr."""
-    total_steps: int = 0
+    total_steps: int = unused_if(0, decay_style="constant")
     """[optimizer steps] Step at which the decay ends. Not with decay_style=constant."""
     decay_style: str = "constant"
     """Shape of the decay: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay)."""
-    wsd_decay_steps: int = 0
+    wsd_decay_steps: int = used_if(0, decay_style="WSD")
     """[optimizer steps] Length of the decay at the end of a WSD schedule."""
     distributed_optimizer: bool | None = None
     """Shard the optimizer's state over the data-parallel ranks. None: on a GPU, of adam, with several such ranks."""
@@ -127,8 +127,6 @@ class OptimConfig:
             check_between("optim.betas", beta, 0.0, 1.0)
         check_at_least("optim.warmup_steps", self.warmup_steps, 0)
         check_between("optim.warmup_init_lr", self.warmup_init_lr, 0.0, self.lr)
-        if not self.warmup_steps:
-            check_unused(self, ("warmup_init_lr",), "optim.", "with optim.warmup_steps=0")
         check_one_of("optim.decay_style", self.decay_style, DECAY_STYLES)
         check_one_of("optim.on_nonfinite", self.on_nonfinite, ("raise", "skip"))
         if self.decay_style != "constant" and self.total_steps <= self.warmup_steps:
@@ -138,11 +136,6 @@ class OptimConfig:
                 key="optim.total_steps",
                 value=self.total_steps,
             )
-        if self.decay_style == "constant":
-            reason = "with optim.decay_style=constant: set another one"
-            check_unused(self, ("min_lr", "total_steps"), "optim.", reason)
-        if self.decay_style != "WSD":
-            check_unused(self, ("wsd_decay_steps",), "optim.", f"with optim.decay_style={self.decay_style}: set WSD")
         if self.decay_style == "WSD":
             check_between("optim.wsd_decay_steps", self.wsd_decay_steps, 1, self.total_steps - self.warmup_steps)
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):

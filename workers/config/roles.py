@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mcontroller.config.checks import check_above, check_at_least, check_one_of
-from mcontroller.config.fields import check_unused, strict_fields
+from mcontroller.config.fields import check_unused, strict_fields, unused_if, used_if
 from mcontroller.errors import ConfigError
 from workers.config.fit import check_fit, check_packing
 from workers.config.model import ModelConfig
@@ -41,7 +41,7 @@ class TrainedConfig:
     """Layout of training and scoring."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer of the updates."""
-    ppo_mini_batch_size: int = 256
+    ppo_mini_batch_size: int = used_if(256, ppo_mini_batch_prompts=0)
     """[rows] Responses of the whole batch in one optimizer step, over all data-parallel ranks."""
     ppo_mini_batch_prompts: int = 0
     """[prompts] The same in prompts: their responses are ``rollout.n`` times as many. 0: ppo_mini_batch_size."""
@@ -149,15 +149,15 @@ class ActorConfig(TrainedConfig):
 
     None: ``RayPPOTrainer`` adds it if there is a reference and the KL is not in the reward; without a trainer, no.
     """
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: float = unused_if(0.001, use_kl_loss=False)
     """Weight of the KL divergence in the loss."""
-    kl_loss_type: str = "k3"
+    kl_loss_type: str = unused_if("k3", use_kl_loss=False)
     """Name of the KL estimator in the loss: k1+, k2, k3, k3+, abs, or one registered with ``register_kl_estimator``.
 
     k1+ and k3+ have the values of k1 and k3 and the gradient of k2, which is the gradient of the divergence. k1 is
     rejected: its gradient is zero in expectation.
     """
-    kl_loss_clip: float | None = None
+    kl_loss_clip: float | None = unused_if(None, use_kl_loss=False)
     """[nats] Limit of the KL estimate of a token in the loss, on both sides of 0; beyond it the token has no gradient
     of the KL. None: no limit."""
     log_prob_chunk_tokens: int = 4096
@@ -180,9 +180,6 @@ class ActorConfig(TrainedConfig):
         if self.clip_ratio_low is not None and self.clip_ratio_high is not None:
             reason = "beside clip_ratio_low and clip_ratio_high, which replace it"
             check_unused(self, ("clip_ratio",), "actor_rollout_ref.", reason)
-        if self.use_kl_loss is False:
-            reason = "without a KL in the loss: set actor_rollout_ref.use_kl_loss=true, if there is a reference"
-            check_unused(self, ("kl_loss_coef", "kl_loss_type", "kl_loss_clip"), "actor_rollout_ref.", reason)
         if self.loss_agg_mode is not None:
             AGGREGATIONS.get_or_raise(self.loss_agg_mode)
         check_kl_loss(self.kl_loss_type)
@@ -288,6 +285,12 @@ class RewardConfig:
         check_above("timeout_s", self.timeout_s, 0.0)
 
 
+OF_UPDATES = (
+    *("optim", "sft_optim", "ppo_mini_batch_size", "ppo_mini_batch_prompts", "ppo_epochs", "shuffle", "seed", "ddp"),
+    *("policy_loss", "loss_agg_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+    *("entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type", "kl_loss_clip"),
+)
+"""The fields of ActorConfig that only its updates read."""
 RoleConfig = ActorConfig | CriticConfig | RewardConfig
 """The configuration of the workers of any role."""
 

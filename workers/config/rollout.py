@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mcontroller.config.checks import check_at_least, check_one_of
-from mcontroller.config.fields import check_unused, strict_fields
+from mcontroller.config.fields import strict_fields, unused_if
 from workers.config.sampling import OF_BATCHES, check_setting
 from workers.config.vllm import VllmConfig
 
@@ -21,11 +21,11 @@ class RolloutConfig:
     """[tokens] Longest response; every response is padded to it."""
     temperature: float = 1.0
     """Divisor of the logits; above 0."""
-    top_p: float = 1.0
+    top_p: float = unused_if(1.0, do_sample=False)
     """Sample from the most likely tokens whose probabilities add up to this, above 0, at most 1. 1: from all."""
-    top_k: int = 0
+    top_k: int = unused_if(0, do_sample=False)
     """[tokens] Sample from this many of the most likely tokens. 0: from all."""
-    min_p: float = 0.0
+    min_p: float = unused_if(0.0, do_sample=False)
     """Sample from tokens with at least this share of the highest probability, 0 to 1. 0: from all."""
     repetition_penalty: float = 1.0
     """Divide positive logits of tokens of the prompt and of the response so far by this, multiply negative ones. 1: no.
@@ -42,9 +42,8 @@ class RolloutConfig:
     """[rows] Most rows that a data-parallel rank, or an engine of vLLM, generates at once."""
     engine: str = "megatron"
     """Engine that generates: megatron, vllm, or one registered in ``workers.ROLLOUT_ENGINES``."""
-    vllm: VllmConfig = field(default_factory=VllmConfig)
+    vllm: VllmConfig = unused_if(VllmConfig, engine="megatron")
     """Settings of the engine vllm."""
-
     verify_weights: str = "auto"
     """Compare the engine's weights with the policy's after every update: auto, fingerprints or never.
 
@@ -58,5 +57,3 @@ class RolloutConfig:
         for name in OF_BATCHES:
             check_setting(f"rollout.{name}", name, getattr(self, name))
         check_one_of("rollout.verify_weights", self.verify_weights, ("auto", "fingerprints", "never"))
-        if not self.do_sample:
-            check_unused(self, ("top_p", "top_k", "min_p"), "rollout.", "with rollout.do_sample=false")

@@ -103,7 +103,8 @@ def _generate(run: Run, name: str, actor: ActorConfig) -> None:
         name: of the row: the engine, and what is special.
         actor: the policy.
     """
-    engine, vllm = name.partition(",")[0], VllmConfig(python=run.vllm_python)
+    engine = name.partition(",")[0]
+    vllm = VllmConfig(python=run.vllm_python) if engine == "vllm" else VllmConfig()
     length = min(_DECODED, actor.rollout.response_length)
     rollout = replace(actor.rollout, engine=engine, vllm=vllm, response_length=length, verify_weights="fingerprints")
     columns = prompt_columns(_PROMPTS, rollout.prompt_length, actor.model.vocab_size)

@@ -20,7 +20,7 @@ from parallel_state.layout import ParallelLayout
 from parallel_state.verify.layouts import Variant
 from parallel_state.verify.program import Program
 from parallel_state.verify.training import ADAM_EPS, LEARNING_RATE, StepValues, Training
-from workers.config import ActorConfig, OptimConfig, ParallelConfig
+from workers.config import ActorConfig, OptimConfig, ParallelConfig, VllmConfig
 from workers.losses.policy import POLICY_LOSSES
 from workers.model.transformer_config import transformer_config
 
@@ -83,7 +83,7 @@ class ModelRole:
         if "optim" in changes:
             changes |= {"ppo_mini_batch_size": rows, "ppo_mini_batch_prompts": 0}
         if isinstance(self.config, ActorConfig):
-            rollout = replace(changes.get("rollout", self.config.rollout), engine="megatron")
+            rollout = replace(changes.get("rollout", self.config.rollout), engine="megatron", vllm=VllmConfig())
             changes |= {"rollout": rollout, "sft_optim": None}
         config = replace(self.config, **changes)
         return self.worker_class(config, self.roles) if self.roles else self.worker_class(config)

@@ -121,7 +121,7 @@ def check(file: Path, *overrides: str) -> None:
         ("algorithm.adv_estimator=grop", "algorithm.adv_estimator"),
         ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n"),
         ("data.train_batch_size=many", "data.train_batch_size"),
-        ("actor_rollout_ref.sft_optim.lr=-1", "actor_rollout_ref.sft_optim.lr"),
+        ("actor_rollout_ref.optim.lr=-1", "actor_rollout_ref.optim.lr"),
         ("actor_rollout_ref.model.transformer.nope=1", "actor_rollout_ref.model.transformer.nope"),
         ("actor_rollout_ref.model=3", "actor_rollout_ref.model"),
         ("pool.process_on_nodes=[0]", "pool.process_on_nodes"),

@@ -74,7 +74,7 @@ def test_the_reported_policy_loss_is_averaged_as_it_is_optimized() -> None:
 
 
 def in_prompts(n: int | None) -> int:
-    worker = actor({}, ppo_mini_batch_size=999, ppo_mini_batch_prompts=2)
+    worker = actor({}, ppo_mini_batch_size=256, ppo_mini_batch_prompts=2)
     data = experience(ROWS)
     data.meta_info |= {} if n is None else {"n": n}
     worker.update_actor(data)
