@@ -88,17 +88,21 @@ class RayPPOTrainer(RunLifecycle):
                         number = self.global_steps + 1
                         with self.preemption.timing(), span("step", number):
                             with self.run_groups.profiled(number):
-                                metrics = self.train_step(self.draw())
+                                metrics = self.train_step(self._drawn())
                             self.global_steps = number
                             for callback in self.callbacks:
                                 callback.step_ended(self, metrics)
                             self.show(self.display.step, metrics)
-                            if self.is_due(options.test_freq):
+                            is_validated = self.is_due(options.test_freq)
+                            is_late = is_validated and self.preemption.is_signaled  # the save comes first
+                            if is_validated and not is_late:
                                 metrics = united(metrics, self.validate())
                             self.log(metrics)  # before the save: a run that resumes removes lines, and adds none
                             self.step.synchronize_reference(number)
                             self.save_if_due()
                             self.save_to_memory_if_due()
+                            if is_late and self.is_last_step():
+                                self.log(self.validate())
                     self.checkpoints.finish()
                     self._export()
                     break
@@ -139,6 +143,24 @@ class RayPPOTrainer(RunLifecycle):
         whole.add(united(metrics, update_metrics, progress, step.weights.take_metrics(), timing))
         whole.add(stages.take_memory())  # of the same groups as in generation ahead, at another time
         return whole.take()
+
+    def _drawn(self) -> DataProto:
+        """Return the next batch of problems.
+
+        Raises:
+            ConfigError: the run is to end after ``trainer.epochs``, and ``draw`` of a subclass did not read the data.
+        """
+        before, epochs = self.problems.count, self.config.trainer.epochs
+        problems = self.draw()
+        if epochs and self.problems.count == before:
+            raise ConfigError(
+                f"trainer.epochs is {epochs}, and {type(self).__name__}.draw returned problems without reading "
+                "train_dataset, whose passes are counted: set trainer.epochs=0 and trainer.total_training_steps, or "
+                "call super().draw()",
+                key="trainer.epochs",
+                value=epochs,
+            )
+        return problems
 
     def warm_up(self) -> None:
         """Run the supervised phase: train on demonstrations, then copy the actor to the reference."""

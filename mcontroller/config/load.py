@@ -79,6 +79,29 @@ def given_values(*sources: Any, overrides: Iterable[str] = ()) -> dict[str, Any]
     return _plain(_merged(_layers(sources, overrides)))
 
 
+def is_referred_to(name: str, values: Mapping[str, Any]) -> bool:
+    """Return whether another value refers to one: whether it changes with it.
+
+    Args:
+        name: of the value.
+        values: of all sources, see ``given_values``.
+    """
+    paths = [path for path in _leaves(values, ()) if path[0] != name]
+    now, changed = (OmegaConf.create({**values, name: value}) for value in (values.get(name), "another value"))
+    return any(_resolved(now, path) != _resolved(changed, path) for path in paths)
+
+
+def _resolved(config: DictConfig, path: Sequence[Any]) -> Any:
+    """Return the value at the end of a path of keys; the class of the error if it cannot be resolved."""
+    node: Any = config
+    try:
+        for key in path:
+            node = node[key]
+        return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    except OmegaConfBaseException as error:
+        return type(error)
+
+
 def completed_section(cls: type[Any], values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a section as ``load_config`` completes it: with defaults, and with what ``find_fields`` supplies.
 

@@ -24,6 +24,7 @@ from trainer import (
 )
 from trainer.estimators.built_in import discounted_sums, packed_left, unpacked, whiten
 from trainer.estimators.clips import clipped_advantages, clipped_scores
+from trainer.estimators.registry import AdvantageEstimator
 
 
 def gae_by_double_loop(rewards, values, mask, gamma, lam):
@@ -336,3 +337,22 @@ def test_a_missing_column_is_named_with_the_present_ones():
     with pytest.raises(DataError) as caught:
         compute_advantage(scored([1.0], ["a"]).select(non_tensor_batch_keys=[]), "grpo")
     assert caught.value.columns == ["uid"]
+
+
+@pytest.mark.parametrize(
+    ("result", "shapes"),
+    [
+        (torch.zeros(2, 3), [(2, 3)]),
+        ((torch.zeros(2), torch.zeros(2, 3)), [(2,), (2, 3)]),
+        ((torch.zeros(2, 3),), [(2, 3)]),
+        (None, ["NoneType"]),
+    ],
+)
+def test_results_of_an_estimator_that_do_not_fit_the_responses_are_rejected_with_their_shapes(
+    monkeypatch, result, shapes
+):
+    estimator = AdvantageEstimator(lambda data, *, gamma, lam: result)
+    monkeypatch.setitem(ADVANTAGE_ESTIMATORS._entries, "wrong", estimator)
+    with pytest.raises(DataError) as caught:
+        compute_advantage(scored([1.0, 0.0], ["a", "a"]), "wrong")
+    assert (caught.value.shapes, caught.value.expected) == (shapes, (2, 3))

@@ -18,7 +18,7 @@ from tests.trainer.sliced import sliced_config, sliced_trainer
 from tests.trainer.toy import ToyActor, ToyCritic, problems, toy_config, toy_trainer
 from trainer import BatchStream, FilterGroupsConfig, KLControlConfig, Role, ValidationConfig
 from trainer.data.config import DatasetConfig, EvaluationConfig, MixedDatasetConfig, ProblemsConfig
-from trainer.data.stream import Mixture
+from trainer.data.stream import Mixture, collate
 from trainer.validation import Evaluation
 
 
@@ -61,6 +61,16 @@ def test_a_run_ends_after_its_epochs(rows: int, epochs: int, steps: int) -> None
         trainer.init_workers()
         trainer.fit()
         assert trainer.global_steps == trainer.total_steps == steps
+
+
+def test_epochs_need_a_draw_that_reads_the_data() -> None:
+    config = toy_config(1, epochs=2)
+    with toy_trainer(config, val_dataset=None) as trainer:
+        trainer.init_workers()
+        trainer.draw = lambda: collate(problems(48))  # type: ignore[method-assign]
+        with pytest.raises(ConfigError) as caught:
+            trainer.fit()
+        assert (caught.value.key, caught.value.value) == ("trainer.epochs", 2)
 
 
 @pytest.mark.parametrize("staleness", [2, 3])

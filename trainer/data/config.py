@@ -20,7 +20,8 @@ class DatasetConfig:
     """One data set."""
 
     path: Any = None
-    """A JSONL or Parquet file, a directory of Hugging Face ``datasets``, or a list of them, which are read in turn."""
+    """A file of JSON (objects in lines or in an array) or Parquet, a directory of Hugging Face ``datasets``, or a list
+    of them, which are read in turn."""
     source: str | None = None
     """Name of the reader: jsonl, parquet, hf, reasoning_gym, verifiers, or one of yours. None: by the path."""
     split: str = "train"

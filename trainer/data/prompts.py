@@ -105,6 +105,12 @@ class Demonstration:
     tokens: Sequence[int]
     mask: Sequence[int]
 
+    def __post_init__(self) -> None:
+        """Check that there are as many values in both."""
+        if len(self.tokens) != len(self.mask):
+            text = f"a Demonstration has {len(self.tokens)} tokens and a mask of {len(self.mask)}: expected as many"
+            raise DataError(text, length=len(self.mask), expected=len(self.tokens))
+
 
 class Demonstrations:
     """Rows for the supervised phase: each prompt and its answer; ``loss_mask`` is 1 for the answer.

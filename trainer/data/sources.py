@@ -22,7 +22,7 @@ DATASET_SOURCES: Registry[Callable[[DatasetConfig], Records]] = Registry("source
 except by a reader that makes as many problems as needed."""
 SEED_DISTANCE = 10_000_019
 """Distance of seeds: reasoning-gym draws problem i from ``seed + i``, so seeds this far apart share no draw."""
-SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet"}
+SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 SETTINGS: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("jsonl", "parquet"), ("path",)),
     "hf": ("path", "split"),
@@ -71,12 +71,8 @@ class Records:
         return Records(self.name, self.rows[skip:end], self.locations[skip:end])
 
 
-def checked_record(value: Any, location: str) -> Mapping[str, Any]:
-    """Return ``value`` if it is a mapping with column names.
-
-    Raises:
-        DataError: it is another object, such as a plain string.
-    """
+def check_record(value: Any, location: str) -> None:
+    """Raise DataError if a row is no mapping with column names, such as a plain string."""
     if not isinstance(value, Mapping):
         shown = repr(value)[:60]
         raise DataError(
@@ -84,7 +80,6 @@ def checked_record(value: Any, location: str) -> Mapping[str, Any]:
             '{"prompt": "1 + 1 =", "answer": "2"}',
             location=location,
         )
-    return value
 
 
 @DATASET_SOURCES.register("reasoning_gym")
@@ -174,25 +169,33 @@ def source_of_path(path: Path) -> str:
 
 @DATASET_SOURCES.register("jsonl")
 def read_jsonl(config: DatasetConfig) -> Records:
-    """Return the lines of a file of JSON objects, one per line; empty lines are skipped.
+    """Return the objects of a JSON file: one per line, where empty lines are skipped, or all in one array.
 
     Raises:
-        DataError: a line is not a JSON object, or the file is empty; with the file and the line.
+        DataError: a line or an entry is not a JSON object, or the file is empty; with the file and the line or row.
     """
     path = Path(config.path)
-    rows, locations = [], []
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:  # the last from lists in lists, thousands of them
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            text = f"{path}, line {number} is not JSON: {reason}: {line.strip()[:60]!r}"
-            raise DataError(text, path=str(path), line=number) from error
-        rows.append(checked_record(value, f"{path}, line {number}"))
-        locations.append(f"{path}, line {number}")
-    return _not_empty(Records(str(path), rows, locations))
+    text = _text(path)
+    if text.lstrip().startswith("["):
+        rows = _parsed(text, path, 1)
+        return _not_empty(_numbered(str(path), rows))
+    lines = {number: line for number, line in enumerate(text.split("\n"), start=1) if line.strip()}
+    rows = [_parsed(line, path, number) for number, line in lines.items()]
+    return _not_empty(Records(str(path), rows, [f"{path}, line {number}" for number in lines]))
+
+
+def _parsed(text: str, path: Path, line: int) -> Any:
+    """Return the value of a JSON text that begins at a line of a file."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # the last from lists in lists, thousands of them
+        reason, shown = str(error), text.strip()
+        if isinstance(error, json.JSONDecodeError):
+            reason, line = f"{error.msg} at column {error.colno}", line + error.lineno - 1
+            shown = text.split("\n")[error.lineno - 1].strip()
+        raise DataError(
+            f"{path}, line {line} is not JSON: {reason}: {shown[:60]!r}", path=str(path), line=line
+        ) from error
 
 
 @DATASET_SOURCES.register("parquet")
@@ -287,9 +290,9 @@ def _check_exists(path: Path) -> None:
         raise ConfigError(text, key="path", value=str(path))
 
 
-def _lines(path: Path) -> list[str]:
+def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig").split("\n")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not text in UTF-8: byte {error.start}: {error.reason}", path=str(path)) from error
 
@@ -306,7 +309,7 @@ def check_dataset(config: DatasetConfig, key: str) -> list[str]:
     """
     reads_files = config.source in (None, *SUFFIXES.values(), "hf")
     if reads_files and config.path is None:
-        raise ConfigError(f"{key} has no path: set {key}.path to a JSONL or Parquet file", key=f"{key}.path")
+        raise ConfigError(f"{key} has no path: set {key}.path to a JSON or Parquet file", key=f"{key}.path")
     names = []
     for path in [Path(str(path)) for path in config.paths]:
         if reads_files:
@@ -332,4 +335,9 @@ def load_records(config: DatasetConfig, key: str) -> Records:
     """
     readers = zip(check_dataset(config, key), config.paths, strict=True)
     records = Records.joined([DATASET_SOURCES[name](replace(config, path=path)) for name, path in readers])
+    if len(records.locations) != len(records):
+        text = f"{key}: its reader returned {len(records)} rows and {len(records.locations)} locations: return one each"
+        raise DataError(text, rows=len(records), locations=len(records.locations))
+    for row, location in zip(records.rows, records.locations, strict=True):
+        check_record(row, location)
     return records.selected(config.skip, config.size)

@@ -8,9 +8,10 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
-from mcontroller.data.batch import DataProto
+from mcontroller.data.batch import DataProto, DataProtoItem, collate_fn
 from mcontroller.errors import DataError
 
 
@@ -25,11 +26,18 @@ class Dataset(Protocol):
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> DataProto:
-    """Return a batch of rows: tensors stacked, other objects as non-tensor columns."""
-    first = rows[0]
-    tensors = {name: torch.stack([row[name] for row in rows]) for name in first if isinstance(first[name], Tensor)}
-    others = {name: [row[name] for row in rows] for name in first if name not in tensors}
-    return DataProto.from_dict(tensors, others)
+    """Return a batch of rows: tensors stacked, other objects as non-tensor columns.
+
+    Raises:
+        DataError: rows differ in their columns, or in dtype or shape of one.
+    """
+    return collate_fn([_item(row) for row in rows])
+
+
+def _item(row: Mapping[str, Any]) -> DataProtoItem:
+    tensors = {name: value for name, value in row.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in row.items() if name not in tensors}
+    return DataProtoItem(TensorDict(tensors, []), others)
 
 
 def check_rows(**datasets: Dataset | None) -> None:

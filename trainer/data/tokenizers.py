@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from mcontroller.config.fields import strict_fields
@@ -99,19 +100,39 @@ class TokenizerConfig:
             )
 
 
-@dataclass(frozen=True)
 class TokenizerSource:
     """What a tokenizer can be made from.
 
+    Args:
+        path: see ``path``.
+        texts: returns prompts and answers of the problems, for a tokenizer that is made from them.
+        template_arguments: see ``template_arguments``.
+
     Attributes:
-        path: the directory of its files, if there is one.
-        texts: prompts and answers of the problems, for a tokenizer that is made from them.
-        template_arguments: arguments of the chat template.
+        texts: as passed.
+        read: the names of the properties that were read.
     """
 
-    path: str | None
-    texts: Callable[[], tuple[Iterable[str], Iterable[str]]]
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    def __init__(
+        self,
+        path: str | None,
+        texts: Callable[[], tuple[Iterable[str], Iterable[str]]],
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.texts, self.read = texts, set[str]()
+        self._path, self._template_arguments = path, template_arguments
+
+    @property
+    def path(self) -> str | None:
+        """The directory of its files, if there is one."""
+        self.read.add("path")
+        return self._path
+
+    @property
+    def template_arguments(self) -> Mapping[str, Any]:
+        """Arguments of the chat template."""
+        self.read.add("template_arguments")
+        return self._template_arguments
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:

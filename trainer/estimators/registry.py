@@ -160,12 +160,25 @@ def compute_advantage(
             column="uid",
         )
     results = [torch.zeros(mask.shape), torch.zeros(mask.shape)]
-    if len(rows) == len(mask):
-        results = list(estimator.estimate(data, gamma=gamma, lam=lam, **chosen))
-    elif len(rows):
-        parts = estimator.estimate(data.select_idxs(rows), gamma=gamma, lam=lam, **chosen)
+    if len(rows):
+        counted = data if len(rows) == len(mask) else data.select_idxs(rows)
+        parts = estimator.estimate(counted, gamma=gamma, lam=lam, **chosen)
+        _check_results(parts, adv_estimator, (len(rows), *mask.shape[1:]))
         results = [torch.zeros(mask.shape, dtype=part.dtype).index_copy(0, rows, part) for part in parts]
     return data.union(DataProto.from_dict({"advantages": results[0], "returns": results[1]}))
+
+
+def _check_results(results: Any, name: str, expected: tuple[int, ...]) -> None:
+    """Raise DataError unless an estimator returned advantages and returns of this shape."""
+    parts = results if isinstance(results, tuple | list) else [results]
+    shapes = [tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__ for part in parts]
+    if shapes != [expected, expected]:
+        raise DataError(
+            f"the advantage estimator {name!r} returned {', '.join(map(str, shapes))}; expected a pair of tensors of "
+            f"shape {expected}, advantages and returns",
+            shapes=shapes,
+            expected=expected,
+        )
 
 
 def _check_rewards(data: DataProto, mask: Tensor) -> None:

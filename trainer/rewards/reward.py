@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+import numbers
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from trainer.columns import EPISODE_SCORES, FAILED, columns, response_lengths, w
 from trainer.metrics import name_conflict
 from workers.columns import ROUTED_EXPERTS
 
+_NUMBER = (numbers.Real, np.bool_, Tensor)
 CombineRewards = Callable[[Tensor, Tensor], Tensor]
 """Maps the scores of the reward function and of the reward model to the scores to train on.
 
@@ -268,16 +270,30 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto, name: str = "the rewar
             "name",
             column=column,
         )
-    others = {name: getattr(reward, name) for name in ("answers", "scored") if getattr(reward, name) is not None}
-    for column, values in {**reward.columns, **others}.items():
-        if len(values) != expected[0]:
-            raise DataError(
-                f"{name} returned {len(values)} values of {column!r} for {expected[0]} responses",
-                column=column,
-                length=len(values),
-                expected=expected[0],
-            )
+    for column, values in reward.columns.items():
+        _check_values(values, expected[0], name, column, _NUMBER, "a number, NaN if it does not apply")
+    if reward.scored is not None:
+        _check_values(reward.scored, expected[0], name, "scored", _NUMBER, "a truth value")
+    if reward.answers is not None:
+        _check_values(
+            reward.answers, expected[0], name, "answers", Hashable, "a value that can be hashed, such as text"
+        )
+    if len(reward.samples):
+        _check_values(reward.samples, expected[0], name, "samples", Mapping, "a mapping")
     return reward
+
+
+def _check_values(values: Any, rows: int, function: str, column: str, kind: Any, expected: str) -> None:
+    """Raise DataError unless there is a value of a kind for each response."""
+    length = len(values) if isinstance(values, Sized) else None
+    if length != rows:
+        given = _shown(values) if length is None else f"{length} values"
+        text = f"{function} returned {given} of {column!r} for {rows} responses"
+        raise DataError(text, column=column, length=length, expected=rows)
+    for row, value in enumerate(values):
+        if not isinstance(value, kind):
+            text = f"{function} returned {_shown(value)} as {column!r} of response {row}; expected {expected}"
+            raise DataError(text, column=column, row=row, value=value)
 
 
 def _with_episode_scores(rule: Reward | None, batch: DataProto) -> Reward | None:

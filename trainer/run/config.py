@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from mcontroller.config.checks import check_at_least
 from mcontroller.config.fields import check_unused, nested_config, strict_fields, unused_if, used_if
 from mcontroller.config.imports import absolute_path_of, import_module
-from mcontroller.config.load import CollectedErrors, completed_section, given_values, load_config
+from mcontroller.config.load import CollectedErrors, completed_section, given_values, is_referred_to, load_config
 from mcontroller.errors import ConfigError
 from trainer.config import MultiTurnConfig, PPOConfig
 from trainer.data.config import DatasetConfig, ProblemsConfig
@@ -242,10 +241,9 @@ def check_references(path: str | Path, overrides: Iterable[str]) -> None:
         path: a YAML file.
         overrides: as of ``read_run_config``.
     """
-    given = given_values(path, overrides=overrides)
-    written = f"{given_values(path)} {given}"  # an override may replace the reference of the file
-    for name in REFERRED:
-        if name in given and not re.search(rf"\$\{{(\.+|[^}}]*[:, ])?{name}\b", written):
+    given, written = given_values(path, overrides=overrides), given_values(path)
+    for name in REFERRED:  # an override may replace the reference of the file
+        if name in given and not (is_referred_to(name, given) or is_referred_to(name, written)):
             raise ConfigError(
                 f"{name} is set, and nothing refers to it: leave it out, or write ${{{name}}} for the values of fields "
                 "that it is to set",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcontroller.config.checks import close_names
+from mcontroller.config.fields import check_unused
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
 from mcontroller.files import check_new_directory
@@ -385,7 +386,7 @@ def make_tokenizer(config: RunConfig, records: Sequence[Records]) -> TextTokeniz
         records: of all data sets, for a tokenizer that is made from their texts.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it does not read a setting.
     """
     path = config.tokenizer.path or config.actor_rollout_ref.model.hf_path
     data, rows = config.data, [row for record in records for row in record.rows]
@@ -395,8 +396,13 @@ def make_tokenizer(config: RunConfig, records: Sequence[Records]) -> TextTokeniz
         prompts, answers = ([value for value in column if isinstance(value, str)] for column in values)
         return prompts, answers
 
-    make = TOKENIZERS.get_or_raise(config.tokenizer.kind)
-    return make(TokenizerSource(path, texts, config.tokenizer.chat_template_kwargs))
+    source = TokenizerSource(path, texts, config.tokenizer.chat_template_kwargs)
+    tokenizer = TOKENIZERS.get_or_raise(config.tokenizer.kind)(source)
+    keys = {"path": "path", "template_arguments": "chat_template_kwargs"}
+    unread = [key for name, key in keys.items() if name not in source.read]
+    reason = f"with tokenizer.kind={config.tokenizer.kind}, which does not read it"
+    check_unused(config.tokenizer, unread, "tokenizer.", reason)
+    return tokenizer
 
 
 def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from mcontroller.errors import ConfigError, DataError
 from trainer.data.config import DatasetConfig
-from trainer.data.sources import load_records
+from trainer.data.sources import DATASET_SOURCES, Records, load_records
 
 ROWS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(5)]
 THREE_TERMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
@@ -44,7 +44,6 @@ def test_skip_and_size_select_rows(tmp_path):
         ([], 0),
         (['{"prompt": "a"}', '{"prompt": '], 2),
         (['"a plain string"'], 1),
-        (["[1, 2]"], 1),
         (['{"prompt": ' + "[" * 200_000], 1),
         ([f'{{"prompt": {"1" * 5000}}}'], 1),
     ],
@@ -192,3 +191,41 @@ def test_a_task_with_too_few_questions_is_rejected_with_the_numbers():
     with pytest.raises(ConfigError) as caught:
         load_records(config, "data.train")
     assert (caught.value.key, caught.value.value) == ("size", 150)
+
+
+def test_the_objects_of_an_array_are_records(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(ROWS, indent=1))
+    records = load_records(DatasetConfig(str(path)), "data.train")
+    assert (records.rows, records.locations[4]) == (ROWS, f"{path}, row 4")
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ('[{"prompt": "a"},\n {"prompt" 1}]', {"line": 2}),
+        ('[{"prompt": "a"}, 3]', {"location": "row 1"}),
+        ("[]", {}),
+    ],
+)
+def test_a_broken_array_is_rejected_with_its_line_or_row(tmp_path, text, fields):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        load_records(DatasetConfig(str(path)), "data.train")
+    expected = {"location": f"{path}, {fields['location']}"} if "location" in fields else fields | {"path": str(path)}
+    assert caught.value.fields == expected
+
+
+@pytest.mark.parametrize(
+    ("records", "fields"),
+    [
+        (Records("mine", ROWS, ["row 0"]), {"rows": 5, "locations": 1}),
+        (Records("mine", ["prompt"], ["row 0"]), {"location": "row 0"}),
+    ],
+)
+def test_what_a_reader_returns_is_checked(monkeypatch, records, fields):
+    monkeypatch.setitem(DATASET_SOURCES._entries, "mine", lambda config: records)
+    with pytest.raises(DataError) as caught:
+        load_records(DatasetConfig(source="mine"), "data.train")
+    assert caught.value.fields == fields

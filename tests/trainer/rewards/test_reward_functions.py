@@ -142,3 +142,21 @@ def test_scores_of_episodes_are_added_to_those_of_the_reward_function_and_are_en
     model = DataProto.from_dict({"rm_scores": torch.tensor([[0.5, 0.0]] * 3)})
     assert with_model.score(batch([2.0, 1.0, 0.0]).union(model)).row_scores().tolist() == [2.5, 1.5, 0.5]
     assert with_model.score(batch([nan, nan, nan]).union(model)).row_scores().tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("values", "fields"),
+    [
+        ({"samples": [{}, {}]}, {"column": "samples", "length": 2, "expected": 3}),
+        ({"answers": ["1"]}, {"column": "answers", "length": 1, "expected": 3}),
+        ({"scored": [True] * 4}, {"column": "scored", "length": 4, "expected": 3}),
+        ({"columns": {"accuracy": 1.0}}, {"column": "accuracy", "length": None, "expected": 3}),
+        ({"columns": {"accuracy": [1.0, None, 0.0]}}, {"column": "accuracy", "row": 1, "value": None}),
+        ({"answers": ["1", "2", ["3"]]}, {"column": "answers", "row": 2, "value": ["3"]}),
+        ({"samples": [{}, {}, "text"]}, {"column": "samples", "row": 2, "value": "text"}),
+    ],
+)
+def test_values_that_do_not_fit_the_responses_are_rejected_with_both_numbers(values, fields):
+    with pytest.raises(DataError) as caught:
+        rewarded(lambda batch: Reward(torch.zeros(3, 3), **values), BATCH)
+    assert caught.value.fields == fields

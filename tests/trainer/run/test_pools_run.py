@@ -17,7 +17,8 @@ VERBS = """
 import sys
 from mcontroller.cli.main import main
 
-small = ["trackers=[jsonl]", "warm_up.steps=0", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+small = ["trackers=[jsonl]", "warm_up.steps=0", "actor_rollout_ref.sft_optim=null"]
+small += ["trainer.val_before_train=false", "trainer.test_freq=-1"]
 small += ["data.train.size=300", "data.val.size=32", "data.train_batch_size=16", "rewards.processes=1"]
 small += ["ref.model=${actor_rollout_ref.model}", "pools.rollout.roles=[rollout, ref]"]
 small += ["trainer.total_training_steps=2", "run_dir=" + sys.argv[1], "cluster.address=" + sys.argv[2]]

@@ -79,6 +79,28 @@ def test_a_text_that_looks_like_a_reference_is_recorded_as_it_is(make_run: MakeR
     check_references(run / "config.yaml", [])
 
 
+@pytest.mark.parametrize(
+    ("text", "is_used"),
+    [
+        ("data: {seed: '${seed}'}", True),
+        ("data: {seed: '${..seed}'}", True),
+        ("data: {seed: '${oc.select:seed,3}'}", True),
+        ("data: {system_prompt: 'the \\${seed}'}", False),
+        ("run_dir: 'run of ${data.seed}'", False),
+    ],
+)
+def test_a_seed_that_nothing_refers_to_is_rejected(tmp_path: Path, text: str, is_used: bool) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"seed: 3\n{text}\n")
+    if is_used:
+        check_references(file, [])
+        check_references(file, ["data.seed=4"])
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_references(file, [])
+    assert caught.value.key == "seed"
+
+
 @pytest.mark.parametrize("lost", ["trainer.json", "the directory"])
 def test_without_the_record_of_its_saves_a_run_is_not_begun_again(
     make_run: MakeRun, tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]
