@@ -24,7 +24,7 @@ from trainer.run.config import MAIN_POOL, RunConfig
 from trainer.run.dry_run_verb import report_roles
 from trainer.run.model_roles import lengths_of, model_roles
 from trainer.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
-from trainer.run.pools import nodes_of_ranks, pool_names, pool_nodes, pools_of, role_layouts
+from trainer.run.pools import nodes_of_ranks, pool_names, pool_nodes, pools_of
 from trainer.run.shared_gpus import shared_gpus_of_run
 from trainer.run.training import check_start, connect_to
 from workers.config import RoleConfig
@@ -223,10 +223,10 @@ def _locality_lines(config: RunConfig) -> list[str]:
     if engines and len(engines[0].parts) > 1:
         advice = "reduce rollout.vllm.tp, if it can be"
         lines.append(f"{key}: each engine crosses nodes, and communicates in every layer: {advice}")
-    for placed in role_layouts(config):
-        nodes = [f"node{node}" for node, size in enumerate(placed.nodes) for _ in range(size)]
-        topology = Topology.from_layout(placed.parallel.layout(len(nodes)), nodes=nodes)
-        lines += [f"{placed.key}: {line}" for line in locality_lines(topology)]
+    for role, section in config.sections().items():
+        nodes = nodes_of_ranks(config, role)
+        topology = Topology.from_layout(section.parallel.layout(len(nodes)), nodes=nodes)
+        lines += [f"{role}: {line}" for line in locality_lines(topology)]
     counts = ", ".join(f"{len(nodes)} in the {_named(name)}" for name, nodes in pool_nodes(config).items())
     return lines or [f"locality: no axis of a role, and no engine, crosses nodes ({counts})"]
 

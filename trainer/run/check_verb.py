@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from trainer.run.config import check_files, check_references, read_run_config
+from trainer.run.config import check_files, read_run_config
 from workers.planning import planning
 
 
@@ -41,7 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the layouts and the memory table."""
     with planning():
         config = read_run_config(arguments.file, arguments.overrides)
-        check_references(arguments.file, arguments.overrides)
         check_files(config)
         from trainer.run.check_report import report  # torch, Megatron and Ray: seconds
 

@@ -224,25 +224,27 @@ def read_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfi
         overrides: ``key.of.a.field=value``, which replace its values.
 
     Raises:
-        ConfigError: an unknown key (the message contains close matches), or a value that does not fit.
+        ConfigError: an unknown key (the message contains close matches), a value that does not fit, or a field of
+            ``REFERRED`` that nothing refers to.
     """
     overrides = list(overrides)
     given = given_values(path, overrides=overrides)
     imports = given.get("imports")
     for module in imports if isinstance(imports, list) else ():  # else an error of the field
         import_module(str(module), "imports")
-    return load_config(RunConfig, _rollout_defaults(given), path, overrides=overrides)
+    config = load_config(RunConfig, _rollout_defaults(given), path, overrides=overrides)
+    _check_references(given, given_values(path))
+    return config
 
 
-def check_references(path: str | Path, overrides: Iterable[str]) -> None:
+def _check_references(given: Mapping[str, Any], written: Mapping[str, Any]) -> None:
     """Raise ConfigError if a field of ``REFERRED`` is set and nothing refers to it, such as the seed of the run.
 
     Args:
-        path: a YAML file.
-        overrides: as of ``read_run_config``.
+        given: the values of the file and the overrides, which may replace a reference of the file.
+        written: the values of the file.
     """
-    given, written = given_values(path, overrides=overrides), given_values(path)
-    for name in REFERRED:  # an override may replace the reference of the file
+    for name in REFERRED:
         if name in given and not (is_referred_to(name, given) or is_referred_to(name, written)):
             raise ConfigError(
                 f"{name} is set, and nothing refers to it: leave it out, or write ${{{name}}} for the values of fields "

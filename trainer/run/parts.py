@@ -14,6 +14,7 @@ from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
 from mcontroller.files import check_new_directory
 from trainer.config import SCORE, MultiTurnConfig, ValidationConfig
+from trainer.data.config import ProblemsConfig
 from trainer.data.hf_tokenizer import check_tokens, has_tokenizer
 from trainer.data.prompts import Demonstrations, PromptRows, answer_of, demonstrations_of
 from trainer.data.sources import Records, load_records
@@ -28,7 +29,7 @@ from trainer.roles import Role, check_generates_alone, check_roles, role_workers
 from trainer.rollout.episodes import Demonstrating, Episodes
 from trainer.rollout.server.tool_calls import TOOL_FORMATS, tool_format
 from trainer.run.config import RunConfig
-from trainer.run.pools import check_layout, pool_errors, pools_of, role_layouts
+from trainer.run.pools import check_layout, pool_errors, pools_of
 from trainer.run.recorded_rows import check_recorded_rows
 from trainer.trackers import TRACKERS
 from trainer.validation import VALIDATION, Evaluation, evaluations_by_prefix, held_out_metrics
@@ -194,8 +195,8 @@ def make_parts(config: RunConfig) -> RunParts:
     """
     errors = CollectedErrors()
     attempt = errors.attempt
-    for placed in role_layouts(config):
-        attempt(partial(check_layout, placed))
+    for key in config.sections():
+        attempt(partial(check_layout, config, key))
     roles = roles_of(config)
     errors.errors += pool_errors(config, roles)
     attempt(lambda: check_roles(config, roles, pools_of(config, roles)))
@@ -211,8 +212,9 @@ def make_parts(config: RunConfig) -> RunParts:
         attempt(partial(TRACKERS.get_or_raise, name))
     for name, function in config.rewards.functions.items():
         attempt(partial(LoadedFunction, function, f"rewards.functions.{name}"))
-    problems = read_problems(config, errors)
-    tokenizer, problem_rows = problems.tokenizer, problems.train
+    tokenizer, prompts = read_prompts(config, errors)
+    attempt(lambda: check_recorded_rows(config, prompts))
+    problem_rows, evaluations = training_rows(config.data, prompts), read_evaluations(config, prompts, errors)
     episodes = None
     if tokenizer is not None:
         attempt(lambda: check_vocabulary(config, tokenizer))
@@ -227,7 +229,7 @@ def make_parts(config: RunConfig) -> RunParts:
     if episodes is not None and isinstance(episodes.function, Demonstrating):
         demonstrate = partial(episodes.function.demonstrate, tokenizer=tokenizer)
     if config.warm_up.steps and problem_rows is not None:
-        shown = [problems.prompts[key] for key in config.data.training_sets()]
+        shown = [prompts[key] for key in config.data.training_sets()]
         longest = config.actor_rollout_ref.rollout.response_length
         demonstrations = attempt(partial(demonstrations_of, shown, longest, demonstrate))
     if demonstrations is not None:
@@ -239,14 +241,14 @@ def make_parts(config: RunConfig) -> RunParts:
     return RunParts(
         tokenizer=tokenizer,
         train=problem_rows,
-        val=problems.prompts.get("data.val"),
-        evaluations=problems.evaluations,
+        val=prompts.get("data.val"),
+        evaluations=evaluations,
         warm_up=demonstrations,
         rewards=rewards,
         rollout_fn=episodes,
         combine=combine,
         roles=roles,
-        prompts=problems.prompts,
+        prompts=prompts,
     )
 
 
@@ -311,60 +313,61 @@ def _is_base(reference: ModelConfig, policy: ModelConfig) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Problems:
-    """The problems of a run.
-
-    Attributes:
-        tokenizer: the tokenizer; None after an error.
-        prompts: the problems of each data set by its key in the configuration.
-        train: problems to train on; None after an error.
-        evaluations: those of ``data.evaluations`` by name.
-    """
-
-    tokenizer: TextTokenizer | None
-    prompts: Mapping[str, PromptRows]
-    train: PromptRows | Mixture | None
-    evaluations: Mapping[str, Evaluation]
-
-
-def read_problems(config: RunConfig, errors: CollectedErrors) -> Problems:
+def read_prompts(config: RunConfig, errors: CollectedErrors) -> tuple[TextTokenizer | None, dict[str, PromptRows]]:
     """Read the data sets of a run, and encode their prompts.
 
     Args:
         config: the configuration of the run.
         errors: gets the errors.
-    """
-    data, rollout, attempt = config.data, config.actor_rollout_ref.rollout, errors.attempt
-    configured = data.training_sets() | data.held_out_sets()
 
+    Returns:
+        The tokenizer, None after an error, and the problems of each data set by its key in the configuration.
+    """
+    data, attempt = config.data, errors.attempt
+    configured = data.training_sets() | data.held_out_sets()
     loaded = {key: attempt(partial(load_records, dataset, key)) for key, dataset in configured.items()}
     records = {key: value for key, value in loaded.items() if value is not None}
-    tokenizer = None
-    if data.training_sets().keys() <= records.keys():
-        tokenizer = attempt(lambda: make_tokenizer(config, [*records.values()]))
-    prompts: dict[str, PromptRows] = {}
-    for key, record in records.items() if tokenizer is not None else ():
-        assert tokenizer is not None
-        encoded = attempt(partial(PromptRows, record, data, tokenizer, rollout.prompt_length))
-        if encoded is not None:
-            prompts[key] = encoded
-    attempt(lambda: check_recorded_rows(config, prompts))
-    train: PromptRows | Mixture | None = prompts.get("data.train")
-    if data.mixture and data.training_sets().keys() <= prompts.keys():
-        mixed = {name: prompts[f"data.mixture.{name}"] for name in data.mixture}
-        train = Mixture(mixed, {name: part.weight for name, part in data.mixture.items()})
-    generates = rollout if config.rollout is None else config.rollout.rollout
-    attempt(partial(check_held_out_length, config.validation, generates, "validation"))
+    if not data.training_sets().keys() <= records.keys():
+        return None, {}
+    tokenizer = attempt(lambda: make_tokenizer(config, [*records.values()]))
+    if tokenizer is None:
+        return None, {}
+    length = config.actor_rollout_ref.rollout.prompt_length
+    encoded = {key: attempt(partial(PromptRows, record, data, tokenizer, length)) for key, record in records.items()}
+    return tokenizer, {key: rows for key, rows in encoded.items() if rows is not None}
+
+
+def training_rows(data: ProblemsConfig, prompts: Mapping[str, PromptRows]) -> PromptRows | Mixture | None:
+    """Return the problems to train on; None if one of their data sets could not be read."""
+    if not data.training_sets().keys() <= prompts.keys():
+        return None
+    if not data.mixture:
+        return prompts["data.train"]
+    mixed = {name: prompts[f"data.mixture.{name}"] for name in data.mixture}
+    return Mixture(mixed, {name: part.weight for name, part in data.mixture.items()})
+
+
+def read_evaluations(
+    config: RunConfig, prompts: Mapping[str, PromptRows], errors: CollectedErrors
+) -> dict[str, Evaluation]:
+    """Return the evaluations of ``data.evaluations`` by name, and check how responses to held-out problems are sampled.
+
+    Args:
+        config: the configuration of the run.
+        prompts: the problems of each data set by its key in the configuration.
+        errors: gets the errors.
+    """
+    rollout, attempt = (config.rollout or config.actor_rollout_ref).rollout, errors.attempt
+    attempt(partial(check_held_out_length, config.validation, rollout, "validation"))
     evaluations = {}
-    for name, dataset in data.evaluations.items():
+    for name, dataset in config.data.evaluations.items():
         key = f"data.evaluations.{name}"
         sampling = attempt(partial(dataset.sampling, config.validation, key))
         if sampling is not None:
-            attempt(partial(check_held_out_length, sampling, generates, key))
+            attempt(partial(check_held_out_length, sampling, rollout, key))
             if key in prompts:
                 evaluations[name] = Evaluation(prompts[key], sampling)
-    return Problems(tokenizer, prompts, train, evaluations)
+    return evaluations
 
 
 def check_held_out_length(sampling: ValidationConfig, rollout: RolloutConfig, key: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from mcontroller.config.checks import close_names
@@ -11,7 +10,6 @@ from mcontroller.errors import ConfigError, LayoutError
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from trainer.roles import CONFIG_KEYS, Role
 from trainer.run.config import MAIN_POOL, OWN_POOL_ROLES, ROLES, RunConfig
-from workers.config import ParallelConfig
 
 ADD_ROLE = {
     "rollout": "the actor's processes generate: set rollout={}, which takes its values from actor_rollout_ref",
@@ -20,23 +18,6 @@ ADD_ROLE = {
     "reward_model": "the run has no reward model: add the section reward_model",
 }
 """Why a run has no group of a role, and what to set."""
-
-
-@dataclass(frozen=True)
-class PlacedLayout:
-    """The layout of a role in its pool.
-
-    Attributes:
-        key: the key of the role, or ``<role>.rollout`` for a separate layout of generation.
-        parallel: the layout.
-        pool: the name of the pool.
-        nodes: bundles on each node of the pool.
-    """
-
-    key: str
-    parallel: ParallelConfig
-    pool: str
-    nodes: list[int]
 
 
 def pool_nodes(config: RunConfig) -> dict[str, list[int]]:
@@ -99,23 +80,14 @@ def pool_errors(config: RunConfig, roles: Iterable[Role]) -> list[ConfigError]:
     return errors + _without_slot(config.pool.max_colocate_count, groups - pool_of.keys())
 
 
-def check_layout(placed: PlacedLayout) -> None:
-    """Raise LayoutError if the axes of a role do not divide its pool."""
-    bundles = sum(placed.nodes)
+def check_layout(config: RunConfig, key: str) -> None:
+    """Raise LayoutError if the axes of a role, given by its key, do not divide its pool."""
+    bundles, pool = len(nodes_of_ranks(config, key)), pool_names(config)[key]
     try:
-        placed.parallel.layout(bundles)
+        config.sections()[key].parallel.layout(bundles)
     except LayoutError as error:
-        on = "a pool" if placed.pool == MAIN_POOL else f"the pool {placed.pool!r}"
-        raise LayoutError(f"{placed.key} on {on} of {bundles} bundles: {error}", **error.fields) from error
-
-
-def role_layouts(config: RunConfig) -> Iterator[PlacedLayout]:
-    """Yield the layout of every role."""
-    names, nodes = pool_names(config), pool_nodes(config)
-    for role in ROLES:
-        section, pool = getattr(config, role), names[role]
-        if section is not None:
-            yield PlacedLayout(role, section.parallel, pool, nodes[pool])
+        on = "a pool" if pool == MAIN_POOL else f"the pool {pool!r}"
+        raise LayoutError(f"{key} on {on} of {bundles} bundles: {error}", **error.fields) from error
 
 
 def _broken_rule(role: str, pool: str, groups: Collection[str], pool_of: Mapping[str, str], *, named: bool) -> str:

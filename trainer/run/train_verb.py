@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mcontroller.errors import ConfigError
-from trainer.run.config import RunConfig, check_files, check_references, read_run_config
+from trainer.run.config import RunConfig, check_files, read_run_config
 from trainer.run.resume_verb import config_of_run
 
 
@@ -57,6 +57,5 @@ def _config(replay: str | None, file: list[str], overrides: list[str]) -> RunCon
     if not file:
         raise ConfigError("train needs a CONFIG, or --replay RUN_DIR", key="file")
     config = read_run_config(file[0], overrides)
-    check_references(file[0], overrides)
     check_files(config)
     return config

@@ -136,6 +136,80 @@ def test_one_mistake_is_one_error_with_the_whole_key(config_file, mistake, key):
     assert raised.value.key == key and "errors" not in raised.value.fields
 
 
+@pytest.mark.parametrize(
+    ("setting", "is_used"),
+    [
+        ("data.seed=${seed}", True),
+        ("data.seed=${..seed}", True),
+        ("data.seed=${oc.select:seed,3}", True),
+        ("run_dir='the \\${seed}'", False),
+        ("run_dir=${data.seed}", False),
+    ],
+)
+def test_a_seed_that_nothing_refers_to_is_rejected(config_file: Path, setting: str, is_used: bool) -> None:
+    if is_used:
+        assert read_run_config(config_file, ["seed=3", setting]).data.seed == 3
+        return
+    with pytest.raises(ConfigError) as caught:
+        read_run_config(config_file, ["seed=3", setting])
+    assert (caught.value.key, caught.value.value) == ("seed", 3)
+
+
+def test_an_override_may_replace_the_reference_to_a_seed(config_file: Path) -> None:
+    config_file.write_text(config_file.read_text().replace("data:", "seed: 3\ndata:\n  seed: ${seed}"))
+    assert read_run_config(config_file).data.seed == 3
+    assert read_run_config(config_file, ["data.seed=4"]).data.seed == 4
+
+
+@pytest.mark.parametrize("setting", ["tokenizer.path=somewhere", "tokenizer.chat_template_kwargs={a: 1}"])
+def test_a_setting_that_the_tokenizer_does_not_read_is_rejected(config_file: Path, setting: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_parts(read_run_config(config_file, [setting]))
+    assert caught.value.key == setting.partition("=")[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["actor_rollout_ref.sft_optim.lr=1e-3"], "actor_rollout_ref.sft_optim"),
+        (["ref.model=${actor_rollout_ref.model}", "ref.optim.lr=1e-3"], "ref.optim"),
+        (["rollout.entropy_coeff=0.1"], "rollout.entropy_coeff"),
+        (["pool.spare_bundles=1", "trainer.max_restarts=0"], "pool.spare_bundles"),
+        (["data.chat_template=false", "tokenizer.chat_template_kwargs={a: 1}"], "tokenizer.chat_template_kwargs"),
+        (["actor_rollout_ref.rollout.vllm.tp=2"], "actor_rollout_ref.rollout.vllm"),
+        (
+            ["actor_rollout_ref.model.rotary_base=7", "actor_rollout_ref.model.position_embedding_type=none"],
+            "actor_rollout_ref.model.rotary_base",
+        ),
+        (
+            ["actor_rollout_ref.model.transformer.moe_aux_loss_coeff=0.1"],
+            "actor_rollout_ref.model.transformer.moe_aux_loss_coeff",
+        ),
+        (
+            ["actor_rollout_ref.model.transformer.mtp_loss_scaling_factor=0.1"],
+            "actor_rollout_ref.model.transformer.mtp_loss_scaling_factor",
+        ),
+        (
+            ["actor_rollout_ref.model.lora={rank: 2, alpha: 4.0}", "actor_rollout_ref.model.freeze=['*']"],
+            "actor_rollout_ref.model.freeze",
+        ),
+    ],
+)
+def test_a_setting_that_another_one_switches_off_is_rejected_with_the_whole_key(
+    config_file: Path, settings: list[str], key: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_run_config(config_file, settings)
+    assert caught.value.key == key
+
+
+def test_references_and_rollouts_may_refer_to_the_whole_actor(config_file: Path) -> None:
+    section = "${actor_rollout_ref}"
+    settings = ["actor_rollout_ref.optim.lr=1e-3", f"ref={section}", f"rollout={section}"]
+    config = read_run_config(config_file, settings)
+    assert config.rollout == config.ref == config.actor_rollout_ref
+
+
 @pytest.mark.parametrize("file", ["metrics.jsonl", "summary.json"])
 def test_check_rejects_the_directory_of_another_run_as_train_does(config_file, tmp_path, file):
     (tmp_path / file).touch()

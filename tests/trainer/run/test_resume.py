@@ -22,7 +22,7 @@ from tests.trainer.run.test_check_run import config_file  # noqa: F401 - a fixtu
 from trainer.loop import RayPPOTrainer
 from trainer.report.reading import read_run
 from trainer.run import resume_verb, training
-from trainer.run.config import check_references, read_run_config
+from trainer.run.config import read_run_config
 from trainer.run.parts import make_parts
 from trainer.run.pools import pools_of
 from trainer.run.recorded_rows import RecordedRows
@@ -76,29 +76,6 @@ def test_a_text_that_looks_like_a_reference_is_recorded_as_it_is(make_run: MakeR
     config = dataclasses.replace(config_of_run(str(run), []), experiment_name=text, trackers=["mlflow"])
     training.write_config(run, config)
     assert config_of_run(str(run), []).experiment_name == text
-    check_references(run / "config.yaml", [])
-
-
-@pytest.mark.parametrize(
-    ("text", "is_used"),
-    [
-        ("data: {seed: '${seed}'}", True),
-        ("data: {seed: '${..seed}'}", True),
-        ("data: {seed: '${oc.select:seed,3}'}", True),
-        ("data: {system_prompt: 'the \\${seed}'}", False),
-        ("run_dir: 'run of ${data.seed}'", False),
-    ],
-)
-def test_a_seed_that_nothing_refers_to_is_rejected(tmp_path: Path, text: str, is_used: bool) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(f"seed: 3\n{text}\n")
-    if is_used:
-        check_references(file, [])
-        check_references(file, ["data.seed=4"])
-        return
-    with pytest.raises(ConfigError) as caught:
-        check_references(file, [])
-    assert caught.value.key == "seed"
 
 
 @pytest.mark.parametrize("lost", ["trainer.json", "the directory"])
