@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mcontroller.config.fields import mapped_config, nested_config
+from mcontroller.config.fields import mapped_config, nested_config, reasons_without_effect
 
 _UNIT = re.compile(r"\[([^]]+)\]\s*")
 
@@ -41,6 +41,7 @@ class FieldDoc:
         meaning: what it does; empty if it is not documented.
         nested: the dataclass of its value, or of the values of a mapping by name; None for other values.
         nested_key: the key of ``nested``: ``key``, or, in a mapping, ``key.NAME``.
+        without_effect: when nothing reads it, such as ``with steps=0``.
     """
 
     key: str
@@ -52,6 +53,7 @@ class FieldDoc:
     meaning: str
     nested: type[Any] | None
     nested_key: str
+    without_effect: list[str]
 
 
 def fields_of(cls: type, prefix: str = "") -> list[FieldDoc]:
@@ -68,8 +70,10 @@ def fields_of(cls: type, prefix: str = "") -> list[FieldDoc]:
         unit, meaning = _unit_and_meaning(text)
         key, mapped = f"{prefix}{field.name}", mapped_config(cls, field.name)
         nested, nested_key = mapped or nested_config(cls, field.name), f"{key}.NAME" if mapped else key
-        default = _default(field)
-        docs.append(FieldDoc(key, owner, field.name, annotation, unit, default, meaning, nested, nested_key))
+        default, without_effect = _default(field), reasons_without_effect(field)
+        docs.append(
+            FieldDoc(key, owner, field.name, annotation, unit, default, meaning, nested, nested_key, without_effect)
+        )
     return docs
 
 

@@ -78,6 +78,7 @@ def _block(same: Sequence[FieldDoc]) -> str:
     """Return the text about one field of a dataclass, under all keys at which the dataclass is used."""
     field = same[0]
     facts = [f"type: {field.annotation}", f"default: {field.default}", *([f"unit: {field.unit}"] if field.unit else [])]
+    facts += [f"no effect {reason}" for reason in field.without_effect]
     lines = [*(alike.key for alike in same), f"  {', '.join(facts)}"]
     lines += textwrap.wrap(" ".join(field.meaning.split()), 100, initial_indent="  ", subsequent_indent="  ")
     if field.nested is not None:

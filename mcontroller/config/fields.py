@@ -176,8 +176,17 @@ def _check_switched_off(config: Any) -> None:
     for field in dataclasses.fields(config):
         for switch, (state, is_off) in field.metadata.get(_SWITCHES, {}).items():
             if (getattr(config, switch) == state) is is_off:
-                shown = {"None": "null", "True": "true", "False": "false"}.get(str(state), state)
-                check_unused(config, (field.name,), "", f"{'with' if is_off else 'unless'} {switch}={shown}")
+                check_unused(config, (field.name,), "", _reason(switch, state, is_off))
+
+
+def reasons_without_effect(field: dataclasses.Field[Any]) -> list[str]:
+    """Return when nothing reads a field, such as ``with steps=0``: see ``unused_if``."""
+    return [_reason(switch, *value) for switch, value in field.metadata.get(_SWITCHES, {}).items()]
+
+
+def _reason(switch: str, state: Any, is_off: bool) -> str:
+    shown = {"None": "null", "True": "true", "False": "false", "()": "[]"}.get(str(state), state)
+    return f"{'with' if is_off else 'unless'} {switch}={shown}"
 
 
 def check_unused(config: Any, names: Iterable[str], prefix: str, reason: str) -> None:
