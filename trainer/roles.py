@@ -125,17 +125,12 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[GroupSp
         worker_config = getattr(config, key)
         if worker_config is None:
             raise _misfit(mapping, f"{role} has no configuration: set {key}")
-        if name == "actor":
-            worker_config = _with_kl_loss(worker_config, config, mapping)
-        if role is Role.Rollout and isinstance(worker_config, ActorConfig) and worker_config.rollout.engine == "vllm":
-            vllm = dataclasses.replace(worker_config.rollout.vllm, pause=PAUSES[config.trainer.asynchronous.partial])
-            rollout = dataclasses.replace(worker_config.rollout, vllm=vllm)
-            worker_config = dataclasses.replace(worker_config, rollout=rollout)
         cls = role_class(mapping, role)
         try:
-            if isinstance(given := getattr(config, key), ActorConfig):
-                reason = "in a run: trainer.asynchronous.partial sets it"
-                check_unused(given.rollout.vllm, ("pause",), "rollout.vllm.", reason)
+            if isinstance(worker_config, ActorConfig) and worker_config.rollout.engine == "vllm":
+                worker_config = _with_pause(worker_config, config.trainer.asynchronous.partial)
+            if name == "actor":
+                worker_config = _with_kl_loss(worker_config, config, mapping)
             init = RayClassWithInitArgs(cls, config=worker_config, **arguments)
             init.imports = tuple(config.imports)
             if name == "actor":
@@ -144,6 +139,14 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[GroupSp
             raise with_whole_key(error, type(config), (key,)) from error
         groups.append(GroupSpec(name, role, init))
     return groups
+
+
+def _with_pause(generating: ActorConfig, partial: str) -> ActorConfig:
+    """Return the configuration of a group with engines whose requests do as ``trainer.asynchronous.partial`` says."""
+    vllm, reason = generating.rollout.vllm, "in a run: trainer.asynchronous.partial sets it"
+    check_unused(vllm, ("pause",), "rollout.vllm.", reason)
+    rollout = dataclasses.replace(generating.rollout, vllm=dataclasses.replace(vllm, pause=PAUSES[partial]))
+    return dataclasses.replace(generating, rollout=rollout)
 
 
 def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourcePoolManager | None = None) -> None:

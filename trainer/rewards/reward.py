@@ -122,7 +122,9 @@ def joined(rewards: Sequence[Reward]) -> Reward:
     absent = [[math.nan] * len(reward.token_level_scores) for reward in rewards]
     parts = list(zip(rewards, absent, strict=True))
     columns = {name: [value for one, nan in parts for value in one.columns.get(name, nan)] for name in names}
-    samples = [sample for reward in rewards for sample in reward.samples]
+    samples: list[Mapping[str, Any]] = []
+    if all(len(reward.samples) for reward in rewards):
+        samples = [sample for reward in rewards for sample in reward.samples]
     answers = None
     if all(reward.answers is not None for reward in rewards):
         answers = [answer for reward in rewards for answer in reward.answers or ()]
@@ -236,7 +238,11 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto, name: str = "the rewar
     """
     (mask,) = columns(batch, "response_mask")
     reward = _as_reward(complete(reward_fn(batch)), mask, name)
-    on_tokens = torch.as_tensor(reward.token_level_scores, dtype=torch.float32, device="cpu").detach()
+    try:
+        on_tokens = torch.as_tensor(reward.token_level_scores, dtype=torch.float32, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = f"{name} returned {_shown(reward.token_level_scores)} as token_level_scores; expected a tensor: {error}"
+        raise DataError(text, value=reward.token_level_scores) from error
     reward, expected = replace(reward, token_level_scores=on_tokens), tuple(mask.shape)
     if tuple(reward.token_level_scores.shape) != expected:
         raise DataError(

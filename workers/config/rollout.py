@@ -20,7 +20,7 @@ class RolloutConfig:
     response_length: int = 512
     """[tokens] Longest response; every response is padded to it."""
     temperature: float = 1.0
-    """Divisor of the logits; above 0."""
+    """Divisor of the logits, in sampling and in all log-probabilities, also of greedy responses; above 0."""
     top_p: float = unused_if(1.0, do_sample=False)
     """Sample from the most likely tokens whose probabilities add up to this, above 0, at most 1. 1: from all."""
     top_k: int = unused_if(0, do_sample=False)

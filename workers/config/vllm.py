@@ -72,7 +72,7 @@ class VllmConfig:
     """Requests in flight when the weights move: keep (they go on with the new weights), wait (they end first), or abort
     (what they have so far is their response, and a trajectory's rest is a new request).
 
-    ``RayPPOTrainer`` sets it in asynchronous runs, from ``trainer.asynchronous.partial``.
+    ``RayPPOTrainer`` sets it from ``trainer.asynchronous.partial``, and rejects another value.
     """
     adapter_alone: bool = False
     """Send only the adapter of ``model.lora`` once the engine has the base, and let the engine compute it."""

@@ -144,6 +144,19 @@ def test_scores_of_episodes_are_added_to_those_of_the_reward_function_and_are_en
     assert with_model.score(batch([nan, nan, nan]).union(model)).row_scores().tolist() == [0.5, 0.5, 0.5]
 
 
+@pytest.mark.parametrize("scores", [None, [[1.0], [1.0, 2.0]], "text"])
+def test_token_scores_that_are_no_tensor_are_rejected(scores):
+    with pytest.raises(DataError) as caught:
+        rewarded(lambda batch: Reward(scores), BATCH)
+    assert caught.value.fields == {"value": scores}
+
+
+def test_samples_of_some_rewards_alone_are_left_out():
+    with_samples = Reward(torch.zeros(1, 2), samples=[{"prompt": "a"}])
+    assert joined([with_samples, with_samples]).samples == [{"prompt": "a"}] * 2
+    assert joined([with_samples, Reward(torch.zeros(1, 2))]).samples == []
+
+
 @pytest.mark.parametrize(
     ("values", "fields"),
     [

@@ -13,10 +13,11 @@ import ray
 from mcontroller.cli.main import main
 from mcontroller.errors import ConfigError, DataError, LayoutError, MControllerError
 from tests.workers.weights.test_hf_fields import QWEN_3_CODER
+from trainer.roles import role_workers
 from trainer.run import check_verb
 from trainer.run.config import read_run_config
 from trainer.run.model_roles import role_calls
-from trainer.run.parts import make_parts
+from trainer.run.parts import make_parts, roles_of
 from workers.planning import planning
 
 RUN = """
@@ -200,6 +201,23 @@ def test_a_setting_that_another_one_switches_off_is_rejected_with_the_whole_key(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         read_run_config(config_file, settings)
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["rollout.engine=vllm", "rollout.vllm.pause=abort"], "actor_rollout_ref.rollout.vllm.pause"),
+        (["kl_loss_coef=0.1"], "actor_rollout_ref.kl_loss_coef"),
+    ],
+)
+def test_a_setting_that_the_trainer_makes_is_rejected_with_the_whole_key(
+    config_file: Path, settings: list[str], key: str
+) -> None:
+    rule = ["algorithm.adv_estimator=rloo", "algorithm.use_kl_in_reward=true"]
+    config = read_run_config(config_file, [*rule, *(f"actor_rollout_ref.{setting}" for setting in settings)])
+    with pytest.raises(ConfigError) as caught:
+        role_workers(config, roles_of(config))
     assert caught.value.key == key
 
 
