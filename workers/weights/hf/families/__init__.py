@@ -1,4 +1,4 @@
-"""The built-in model families, each one file. Importing the package registers them, the plainest first."""
+"""The built-in model families, each one file. Importing the package registers them."""
 # ruff: noqa: F401
 
 import workers.weights.hf.families.deepseek_v3
