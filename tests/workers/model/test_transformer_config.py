@@ -52,14 +52,15 @@ def test_other_fields_of_megatron_pass_through_in_their_types() -> None:
             recompute_num_layers=1,
             attention_backend="fused",
             autocast_dtype="bfloat16",
-            moe_aux_loss_coeff=1,
+            softmax_scale=1,
             window_size=[3, 0],
         ),
         ParallelConfig(),
     )
     assert (config.recompute_granularity, config.recompute_num_layers) == ("full", 1)
     assert (config.attention_backend, config.autocast_dtype) == (AttnBackend.fused, torch.bfloat16)
-    assert (config.moe_aux_loss_coeff, config.window_size) == (1.0, (3, 0))
+    assert (config.softmax_scale, config.window_size) == (1.0, (3, 0))
+    assert isinstance(config.softmax_scale, float)
 
 
 @pytest.mark.parametrize(
