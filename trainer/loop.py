@@ -93,16 +93,12 @@ class RayPPOTrainer(RunLifecycle):
                             for callback in self.callbacks:
                                 callback.step_ended(self, metrics)
                             self.show(self.display.step, metrics)
-                            is_validated = self.is_due(options.test_freq)
-                            is_late = is_validated and self.preemption.is_signaled  # the save comes first
-                            if is_validated and not is_late:
+                            if self.is_due(options.test_freq):
                                 metrics = united(metrics, self.validate())
                             self.log(metrics)  # before the save: a run that resumes removes lines, and adds none
                             self.step.synchronize_reference(number)
                             self.save_if_due()
                             self.save_to_memory_if_due()
-                            if is_late and self.is_last_step():
-                                self.log(self.validate())
                     self.checkpoints.finish()
                     self._export()
                     break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from mcontroller.data.batch import DataProto
 from tests.trainer.toy import CALLS, next_letter, toy_config, toy_trainer
 from trainer import Reward
-from trainer.lifecycle import Callback, RunLifecycle
 from trainer.saving.preemption import PREEMPTED, Preempted, Preemption
 
 STEPS = 5
@@ -60,27 +58,6 @@ def test_signal_saves_after_the_step_and_the_run_goes_on_to_the_same_weights(
     for group in ("actor", "critic"):
         expected, actual = (made.groups[group].workers[0].table for made in (whole, resumed))
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("step", [2, STEPS])
-def test_a_signal_saves_before_held_out_problems_are_answered(tmp_path: Path, step: int) -> None:
-    config = toy_config(STEPS, default_local_dir=str(tmp_path), save_freq=1, test_freq=1, val_before_train=False)
-    reward, events = signalled_in(step, signal.SIGTERM), list[tuple[str, int]]()
-
-    class Recorder(Callback):
-        def saved(self, trainer: RunLifecycle, directory: str) -> None:
-            events.append(("saved", trainer.global_steps))
-
-        def validated(self, trainer: RunLifecycle, metrics: dict[str, float]) -> None:
-            events.append(("validated", trainer.global_steps))
-
-    trainer = toy_trainer(config, reward_fn=reward, val_reward_fn=next_letter, callbacks=[Recorder()])
-    trainer.init_workers()
-    with contextlib.suppress(Preempted):
-        trainer.fit()
-    before = [(event, number) for number in range(1, step) for event in ("validated", "saved")]
-    last = [("saved", step), *([("validated", step)] if step == STEPS else [])]  # no later step stops the run
-    assert (events, trainer.checkpoints.saved_step) == (before + last, step)
 
 
 def test_later_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_a_best_metric_that_validation_does_not_have_is_rejected(tmp_path: Path)
     for options in ({"save_freq": 0}, {"test_freq": 0}, {"save_freq": 3, "test_freq": 2}, {"max_to_keep": None}):
         with pytest.raises(ConfigError) as caught:
             of_values(tmp_path, 1, 0.5, **options)
-        assert caught.value.key == "trainer.keep_best"
+        assert caught.value.key.removeprefix("trainer.") == "keep_best"
     with pytest.raises(ConfigError) as caught:
         trained(tmp_path, 1, save_freq=1, test_freq=1, keep_best=1)
     assert caught.value.key == "trainer.keep_best"  # no held-out problems

@@ -69,7 +69,7 @@ def test_field_that_enters_the_computation_is_named_if_it_differs(
         ({}, {"transformer": {"recompute_granularity": "selective"}}, {}),
         ({}, {"dtype": "bfloat16", "seed": 5, "init_method_std": 0.5, "hidden_dropout": 0.1}, {}),
         ({}, {"max_sequence_length": 64, "train_only": ["*norm*weight"]}, {}),
-        ({}, {"kv_channels": 8, "num_query_groups": 2, "moe_router_topk": 1}, {}),  # as Megatron derives them
+        ({}, {"kv_channels": 8, "num_query_groups": 2}, {}),  # as Megatron derives them
         ({}, {"transformer": {"num_layers_in_first_pipeline_stage": 1}}, {"pp": 2}),
         (EXPERTS, {"transformer": {"moe_token_dispatcher_type": "flex", "moe_permute_fusion": True}}, {"ep": 2}),
         (EXPERTS, {"transformer": {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}}, SEQUENCE),

@@ -228,13 +228,19 @@ def read_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfi
             ``REFERRED`` that nothing refers to.
     """
     overrides = list(overrides)
+    config = recorded_run_config(path, overrides)
+    _check_references(given_values(path, overrides=overrides), given_values(path))
+    return config
+
+
+def recorded_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Return what ``read_run_config`` does of the file that a run has recorded, in which references are resolved."""
+    overrides = list(overrides)
     given = given_values(path, overrides=overrides)
     imports = given.get("imports")
     for module in imports if isinstance(imports, list) else ():  # else an error of the field
         import_module(str(module), "imports")
-    config = load_config(RunConfig, _rollout_defaults(given), path, overrides=overrides)
-    _check_references(given, given_values(path))
-    return config
+    return load_config(RunConfig, _rollout_defaults(given), path, overrides=overrides)
 
 
 def _check_references(given: Mapping[str, Any], written: Mapping[str, Any]) -> None:

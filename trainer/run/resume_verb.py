@@ -17,7 +17,7 @@ from rich.console import Console
 from mcontroller.config.load import given_values
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import moved_path
-from trainer.run.config import CONFIG_FILE, REFERRED, RunConfig, check_files, read_run_config
+from trainer.run.config import CONFIG_FILE, REFERRED, RunConfig, check_files, recorded_run_config
 from workers.config import RoleConfig
 
 FIXED = {"run_dir": "it is RUN_DIR", "trainer.resume": "it is true"}
@@ -66,7 +66,7 @@ def config_of_run(directory: str, overrides: list[str]) -> RunConfig:
     checkpoints = trainer.get("default_local_dir") if isinstance(trainer, Mapping) else None
     place = moved_path(str(checkpoints or "checkpoints"), str(recorded.get("run_dir") or path), path)
     moved = [f"run_dir={path}", f"trainer.default_local_dir={place}"]
-    return read_run_config(path / CONFIG_FILE, [*moved, *overrides])
+    return recorded_run_config(path / CONFIG_FILE, [*moved, *overrides])
 
 
 def check_overrides(overrides: Iterable[str], fixed: Mapping[str, str]) -> None:

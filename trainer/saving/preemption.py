@@ -62,11 +62,6 @@ class Preemption:
         yield
         self._longest = max(self._longest, time.monotonic() - started)
 
-    @property
-    def is_signaled(self) -> bool:
-        """Whether a signal stops the run: what sent it kills the process some time later."""
-        return self._signal is not None
-
     def reason(self, *, saving: float = 0.0) -> str | None:
         """Return why the run is to stop now; None if it is to go on.
 

@@ -202,7 +202,6 @@ def _check_choices(model: ModelConfig) -> None:
     choices = {
         "dtype": ("float32", "bfloat16", "float16"),
         "activation": ("silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu"),
-        "position_embedding_type": ("rope", "learned_absolute", "none"),
         "transformer_impl": ("auto", "transformer_engine", "local"),
         "normalization": ("RMSNorm", "LayerNorm"),
     }

@@ -150,6 +150,8 @@ class ModelConfig:
                 value=self.hybrid_layer_pattern,
             )
         check_one_of("model.verify_load", self.verify_load, ("auto", "layers", "off"))
+        positions = ("rope", "learned_absolute", "none")  # which decide what else has an effect
+        check_one_of("model.position_embedding_type", self.position_embedding_type, positions)
         check_above("model.layernorm_epsilon", self.layernorm_epsilon, 0.0)
         check_at_least("model.init_method_std", self.init_method_std, 0.0)
         if self.rope_scaling_factor is not None:

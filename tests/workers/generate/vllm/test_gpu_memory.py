@@ -47,7 +47,7 @@ def test_the_gpu_with_the_least_room_decides() -> None:
 @pytest.mark.parametrize(("total", "tp", "left"), [(24, 1, 2.3), (80, 1, 3.5), (80, 8, 5.6), (140, 4, 6.8)])
 def test_an_engine_leaves_a_margin_for_what_vllm_does_not_count(total: int, tp: int, left: float) -> None:
     model = {"num_attention_heads": 8, "num_query_groups": 8}
-    settings = load_config(ActorConfig, {"model": MODEL | model, "rollout": {"vllm": {"tp": tp}}})
+    settings = load_config(ActorConfig, {"model": MODEL | model, "rollout": {"engine": "vllm", "vllm": {"tp": tp}}})
     gpus = [GpuMemory(total * GB // 2, total * GB, 0)] * tp
     assert utilization(settings, gpus) == pytest.approx((total / 2 - left) / total, abs=1e-4)
 

@@ -30,7 +30,7 @@ def served(tmp_path: Path) -> Iterator[EngineInProcess]:
 
 def address_of(served: EngineInProcess) -> VllmAddress:
     port = served.call("listen", host="127.0.0.1", token="secret")
-    config = RolloutConfig(prompt_length=1200, response_length=8)
+    config = RolloutConfig(engine="vllm", prompt_length=1200, response_length=8)
     return VllmAddress("127.0.0.1", port, "secret", config)
 
 
