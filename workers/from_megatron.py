@@ -76,8 +76,7 @@ def model_config_from_megatron(
         ConfigError: the source has no ``vocab_size`` or length, and none is passed; or a field that changes what is
             computed and that ``ModelConfig`` does not have. Names the field.
     """
-    names = (*SAME_NAME, "moe_router_topk", "moe_ffn_hidden_size")
-    fields: dict[str, Any] = {name: getattr(source, name) for name in names if hasattr(source, name)}
+    fields: dict[str, Any] = {name: getattr(source, name) for name in SAME_NAME if hasattr(source, name)}
     fields |= _normalization(source) | _activation(source) | _embeddings(source) | _experts(source) | _pattern(source)
     fields["dtype"] = _dtype(source)
     fields["num_query_groups"] = _value(source, "num_query_groups") if _is_grouped(source) else None
@@ -128,21 +127,23 @@ def _activation(source: Any) -> dict[str, Any]:
 
 
 def _embeddings(source: Any) -> dict[str, Any]:
-    fields = {
-        name: getattr(source, name)
-        for name in ("position_embedding_type", "rotary_base", "rotary_percent")
-        if _value(source, name) is not None
-    }
+    position = _value(source, "position_embedding_type")
+    names = ("position_embedding_type", "rotary_base", "rotary_percent")  # arguments have a base without rotation too
+    of_position = names if position in (None, "rope") else names[:1]
+    fields = {name: getattr(source, name) for name in of_position if _value(source, name) is not None}
     if hasattr(source, "untie_embeddings_and_output_weights"):
         fields["tie_embeddings"] = not source.untie_embeddings_and_output_weights
-    if _value(source, "use_rope_scaling", False):
+    if _value(source, "use_rope_scaling", False) and position in (None, "rope"):
         fields["rope_scaling_factor"] = _value(source, "rope_scaling_factor", 8.0)
     return fields
 
 
 def _experts(source: Any) -> dict[str, Any]:
     experts = _value(source, "num_moe_experts", _value(source, "num_experts"))
-    return {} if experts is None else {"num_moe_experts": experts}
+    if experts is None:  # arguments have a width and a number of chosen experts without experts too
+        return {}
+    names = [name for name in ("moe_router_topk", "moe_ffn_hidden_size") if hasattr(source, name)]
+    return {"num_moe_experts": experts} | {name: getattr(source, name) for name in names}
 
 
 def _pattern(source: Any) -> dict[str, Any]:
@@ -172,6 +173,8 @@ def _check_computed(source: Any, model: ModelConfig, changes: Mapping[str, Any])
         of_model |= {"num_layers"}  # of the source: letters
     built = computed_fields(transformer_config(model, ParallelConfig()))
     built["mtp_num_layers"] = model.transformer.get("mtp_num_layers")
+    if model.num_moe_experts is None:
+        of_model |= {name for name in built if name.startswith("moe_")}
     is_config = isinstance(source, TransformerConfig)
     theirs = computed_fields(source) if is_config else {name: getattr(source, name, None) for name in built}
     expected = {name: (built.get(name),) if is_config else (built[name], None, False) for name in theirs}

@@ -170,6 +170,17 @@ def test_arguments_of_the_training_loop_change_nothing() -> None:
     assert model_config_from_megatron(arguments(**of_loop)) == model_config_from_megatron(arguments())
 
 
+@pytest.mark.parametrize(
+    ("given", "unused"),
+    [
+        ({}, {"moe_router_topk": 1, "moe_ffn_hidden_size": 64}),
+        ({"position_embedding_type": "learned_absolute"}, {"rotary_base": 500000, "use_rope_scaling": True}),
+    ],
+)
+def test_arguments_of_what_a_model_does_not_have_change_nothing(given: dict[str, Any], unused: dict[str, Any]) -> None:
+    assert model_config_from_megatron(arguments(**given, **unused)) == model_config_from_megatron(arguments(**given))
+
+
 def test_what_a_model_config_does_not_have_is_rejected() -> None:
     with pytest.raises(ConfigError) as caught:
         model_config_from_megatron(arguments(multi_latent_attention=True))
