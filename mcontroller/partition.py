@@ -244,10 +244,10 @@ def split_rows(
     Args:
         n: number of rows. With 0, every shard is empty, whatever the padding.
         k: number of shards.
-        padding: "spread" (same as None) adds one row to each shard that would be empty, so that no rank is missing
-            from a collective, and nothing else. "repeat" repeats rows until all shards have the same length.
-            "zero_loss" does the same and marks the padding rows as not counting in a loss. "none" leaves shards empty
-            if n < k.
+        padding: "spread" adds one row to each shard that would be empty, so that no rank is missing from a collective,
+            and nothing else; so does None (a call passes "repeat" for a batch with ``auto_padding``). "repeat" repeats
+            rows until all shards have the same length. "zero_loss" does the same and marks the padding rows as not
+            counting in a loss. "none" leaves shards empty if n < k.
         lengths: length of every row, such as its number of tokens; balances their sums.
         groups: a label per row; rows with the same label stay in one shard.
         within: a label per row; rows with the same label are balanced by themselves.

@@ -211,8 +211,8 @@ class TokenBalance:
 
     A rank that has more tokens than the others makes them wait in every optimizer step, so rows that are in the same
     mini-batches, in all epochs, are balanced by themselves. Mini-batches are the same as without, unless a step made
-    no update: they are drawn by the number of the step, and without by that of the update. Methods that are registered
-    with another ``balance`` keep it.
+    no update: ``mini_batches`` of the worker draws them by the number of the step, and without by that of the update.
+    Methods that are registered with another ``balance`` keep it.
 
     Args:
         groups: the groups of the run.

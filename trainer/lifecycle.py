@@ -362,9 +362,10 @@ class RunLifecycle:
     def recover(self, error: MControllerError, beginning: RunState) -> None:
         """Restart the groups that broke and go back to the last checkpoint; raise the error if the run is to end.
 
-        A run goes on after a process that died or is out of reach, and after a late call. It ends after an exception of
-        a worker whose type ``trainer.restart_on`` does not have, after ``trainer.max_restarts`` of one cause in an
-        hour, and if a step fails three times for one cause. ``Recovery`` decides this, and writes ``failures.jsonl``.
+        A run goes on after a process or an engine that died or is out of reach, and after a late call. It ends after an
+        exception of a worker whose type ``trainer.restart_on`` does not have, after ``trainer.max_restarts`` of one
+        cause in an hour, and if a step fails three times for one cause. ``Recovery`` decides this, and writes
+        ``failures.jsonl``.
         All groups then have the newest state: in memory, or of the last checkpoint, or of the beginning.
 
         Args:

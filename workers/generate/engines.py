@@ -1,6 +1,6 @@
 """Rollout engines by name: what ``rollout.engine`` chooses.
 
-To add one, register it in a module that the module of your worker imports::
+To add one, register it in a module that the module of your worker imports, or that ``imports`` of a run names::
 
     from workers import ROLLOUT_ENGINES, RolloutEngine
 

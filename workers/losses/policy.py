@@ -1,7 +1,7 @@
 """The policy losses by name, token by token, and the averages over tokens.
 
-Define a policy loss next to the worker class, so that every Ray worker that imports the class registers it too, and
-choose it with ``actor_rollout_ref.policy_loss=mine``::
+Define a policy loss next to the worker class, so that every Ray worker that imports the class registers it too, or in a
+module that ``imports`` of a run names, and choose it with ``actor_rollout_ref.policy_loss=mine``::
 
     @register_policy_loss("mine", columns=("rollout_log_probs",))
     def mine(log_probs, old_log_probs, advantages, mask, *, clip_low, clip_high, dual_clip, columns):

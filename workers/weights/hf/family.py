@@ -2,7 +2,7 @@
 
 A family is one file. It maps ``config.json`` to fields of ``ModelConfig`` and back, and lists the names of the weights.
 ``workers.weights.hf.families`` are built in. To add one, subclass the nearest (or ``ModelFamily``) and register it in a
-module that the module of your worker imports::
+module that the module of your worker imports, or that ``imports`` of a run names::
 
     from workers import register_model_family
     from workers.weights.hf.families.llama import Llama
