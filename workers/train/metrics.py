@@ -33,7 +33,7 @@ LOSS_SIZE = "loss_size"
 
 
 OF_ROUTERS = {"moe_aux_loss", "moe_seq_aux_loss", "moe_global_aux_loss", "moe_z_loss"}
-OF_UPDATES = {"lr", "grad_norm", "optimizer_steps", "skipped_steps", "mfu", "mtp_loss", *OF_ROUTERS}
+OF_EVERY_UPDATE = {"lr", "grad_norm", "optimizer_steps", "skipped_steps", "mfu", "mtp_loss", *OF_ROUTERS}
 """Metrics of every update, and of router losses, which a loss must not report."""
 
 
@@ -54,13 +54,13 @@ def checked_rules(rules: Any, owner: str) -> Mapping[str, Rule]:
         owner: where they come from, for the error.
 
     Raises:
-        ConfigError: they are something else, or have the name of a metric in ``OF_UPDATES``.
+        ConfigError: they are something else, or have the name of a metric in ``OF_EVERY_UPDATE``.
     """
     if not isinstance(rules, Mapping) or not all(isinstance(rule, Rule) for rule in rules.values()):
         with before_changes():
             text = f"{owner} is {rules!r}; expected a dict of names and members of Rule: {', '.join(map(str, Rule))}"
             raise ConfigError(text, key="metrics", value=rules)
-    if taken := sorted(OF_UPDATES & rules.keys()):
+    if taken := sorted(OF_EVERY_UPDATE & rules.keys()):
         with before_changes():
             text = f"{owner} has {', '.join(taken)}, which every update reports: choose other names"
             raise ConfigError(text, key="metrics", value=taken)
